@@ -318,3 +318,20 @@ def test_the_generation_marks_win_over_prefixes():
     chat = ChatTemplate.of(chatting(forgetful), "x").render(Chat(CHAT), assistant_only=True)
     counted = [token for token, counts in zip(chat.ids, chat.counted, strict=True) if counts]
     assert TOKENIZER.decode(counted) == "..4."
+
+
+def test_chats_whose_answer_is_cut_off_are_counted_and_the_example_is_what_is_read(caplog):
+    """Those that are read are the short ones: that is said."""
+    short = {"messages": CHAT}
+    long = {"messages": [{"role": "user", "content": "a cat ran on " * 40}, *CHAT[1:]]}
+    how = {"samples": 4, "length": 64, "batch_size": 1, "packing": False, "model": LONG, "tokenizer": chatting(CHATML)}
+    found = load([short, long] * 4, assistant_only_loss=True, **how)
+    assert "; 4 of 8 chats left out, in which the assistant does not speak within 64 tokens" in found.protocol
+    assert "4 of 8 chats are left out" in caplog.text
+    caplog.clear()
+    assert "left out" not in load([short] * 8, assistant_only_loss=True, **how).protocol + caplog.text
+    cut = load([long] * 8, **how)
+    assert "left out" not in cut.protocol
+    read = TOKENIZER.decode(cut.items[0]["input_ids"][0])
+    assert cut.describe()["example"] == read
+    assert len(read) < len(long["messages"][0]["content"])

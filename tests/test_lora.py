@@ -130,6 +130,13 @@ def test_what_masked_adapters_cannot_mask_is_an_error_in_its_forward_pass():
         assert model(input_ids=ids).logits.isfinite().all()
 
 
+def test_adapters_of_quantised_layers_are_refused_for_that(monkeypatch):
+    model, masks = adapted()
+    monkeypatch.setattr("peft.tuners.lora.Linear", type("Another", (), {}))
+    with pytest.raises(ValueError, match=r"no plain linear ones \(Linear\), quantised ones say"):
+        merge_with_masks(model, masks)
+
+
 def test_adapters_that_cannot_be_masked_are_refused(tmp_path):
     model, masks = adapted(lora_dropout=0.1)
     with pytest.raises(ValueError, match=r"lora_dropout=0\.0"), masked_adapters(model, masks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.profiling import ProfileCallback, ProfileReport, Schedule, profiled
 from gradprobe_hf.profiling.fixing.changes import CHANGES
+from gradprobe_hf.profiling.observing.modules import ModuleWatch
 from gradprobe_hf.profiling.script import profile_script
+from gradprobe_hf.training import SelectiveUpdateCallback, attached
 from tests import cases, planted, trainers
 
 SHORT = Schedule(3, 4, 1, 1)
@@ -221,3 +224,31 @@ def test_padding_of_what_a_decoder_reads():
             optimizer.step()
     contents = profiler.report().observation.contents
     assert (contents.tokens, contents.padding) == (16 * contents.steps, 9 * contents.steps)
+
+
+def test_gradients_that_a_callback_drops_are_no_finding():
+    model, made = cases.build("llama"), cases.batches("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with (
+        attached(SelectiveUpdateCallback(top_k=1, groups="matrix"), model, optimizer),
+        profiled(model, schedule=SHORT) as profiler,
+    ):
+        while not profiler.done:
+            model(**made[0], labels=made[0]["input_ids"]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = profiler.report()
+    assert "SelectiveUpdateCallback drops" in report.not_evaluable["parameter without gradient"]
+    assert "parameter without gradient" not in {one.kind for one in report.findings}
+
+
+def test_shares_of_modules_are_of_all_of_them():
+    """Of more kinds than are shown, too."""
+    layers = nn.Sequential(OrderedDict((chr(97 + at) * 3, nn.Linear(8, 8)) for at in range(24)))
+    watch = ModuleWatch(lambda: False)
+    watch.start([layers])
+    layers(torch.ones(2, 8))
+    watch.stop()
+    *shown, others = watch.times()
+    assert (len(shown), others.name, others.kind, others.count) == (20, "(others)", "5 more", 5)
+    assert sum(one.seconds for one in watch.times()) == pytest.approx(sum(watch._seconds.values()))

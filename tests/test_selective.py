@@ -298,3 +298,49 @@ def test_a_choice_that_is_not_beside_the_checkpoint_is_told(tmp_path, caplog):
         again = SelectiveUpdateCallback(top_k=1, every=4)
         trained(cases.build("llama"), tmp_path / "two", [again], resume=str(tmp_path / "one" / "checkpoint-3"))
     assert "has no choice of this callback" in caplog.text
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_that_a_scaler_skips_chooses_nothing(fused):
+    """Its first one, as a rule: norms that are no numbers would choose any groups, for `every` steps."""
+    model = cases.build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with attached(SelectiveUpdateCallback(top_k=1, every=5), model, optimizer) as callback:
+        for factor in (float("inf"), 1.0):
+            scaler.scale(model(**batch()).loss * factor).backward()
+            scaler.unscale_(optimizer)
+            norms = {
+                label: sum(float(p.grad.double().square().sum()) for p in parameters)
+                for label, parameters in callback.members.items()
+            }
+            before = weights(model)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert groups_that_moved(callback, before, model) == {max(norms, key=norms.get)}
+    assert callback.counts == {max(norms, key=norms.get): 1}
+
+
+def test_steps_that_are_counted_elsewhere_cannot_be_reset():
+    """Schedule-free optimizers count in their groups, as `k`: steps behind a reset were 20 times as large."""
+
+    class CountsElsewhere(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["k"] = group.get("k", 0) + 1
+                for one in group["params"]:
+                    self.state[one].setdefault("exp_avg_sq", torch.zeros_like(one)).lerp_(one.grad.square(), 0.1)
+
+    layer = torch.nn.Linear(4, 4)
+    optimizer = CountsElsewhere(layer.parameters())
+    optimizer.defaults["betas"] = (0.9, 0.999)
+    for clip, refused in ((SpikeAwareClip(reset_every=None), False), (SpikeAwareClip(), True)):
+        optimizer.state.clear()
+        with attached(clip, layer, optimizer):
+            layer(torch.ones(4)).sum().backward()
+            if not refused:
+                optimizer.step()
+                continue
+            with pytest.raises(ValueError, match=r"where CountsElsewhere counts is not known.*reset_every=None"):
+                optimizer.step()

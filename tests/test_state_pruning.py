@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.training import SpikeAwareClip, StatePruningCallback, attached
-from gradprobe_hf.training.optimizer_state import EPSILON, mean_root, steps_of_state
+from gradprobe_hf.training.optimizer_state import EPSILON, check_state, mean_root, steps_of_state
 from gradprobe_hf.training.saliency import MOMENTS, SALIENCIES, nonnegative
 from gradprobe_hf.training.state_pruning import SCHEDULES
 from tests import cases
@@ -475,3 +475,28 @@ def test_a_resumed_run_brings_no_weight_back(tmp_path):
     trained(cases.build("llama"), tmp_path, [asked_for(0.8, end_step=7)], **kept)
     with pytest.raises(ValueError, match=r"checkpoint-5 has been pruned to .*target_sparsity=0\.3 would bring some"):
         trained(cases.build("llama"), tmp_path, [asked_for(0.3, end_step=7)], resume=str(tmp_path / "checkpoint-5"))
+
+
+@pytest.mark.parametrize("later", [{"end_step": 40}, {"begin_step": 8, "end_step": 12}], ids=str)
+def test_a_longer_schedule_waits_at_what_was_reached(later, tmp_path):
+    kept = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    trained(cases.build("llama"), tmp_path, [first := asked_for(0.8, end_step=7)], **kept)
+    reached, again = first.history[-1], asked_for(0.8, **later)
+    trained(cases.build("llama"), tmp_path, [again], resume=str(tmp_path / "checkpoint-5"), max_steps=12)
+    updates = [one for one in again.history if one.step > 5]
+    assert updates[0].zeros == reached.zeros > 0
+    assert [one.sparsity for one in updates] == sorted(one.sparsity for one in updates)
+    assert updates[-1].sparsity == again.sparsity_at(12) >= reached.sparsity
+
+
+def test_moments_of_a_projection_are_none_of_each_weight():
+    layer = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    optimizer.state[layer.weight] = {"step": 1, "exp_avg": torch.ones(2, 4), "exp_avg_sq": torch.ones(2, 4)}
+    with pytest.raises(ValueError, match=r"'state-fisher' reads .*AdamW keeps one \[2, 4\] of a parameter \[4, 4\]"):
+        check_state(optimizer, "state-fisher")
+    with (
+        pytest.raises(ValueError, match=r"SpikeAwareClip reads a moment of each weight"),
+        attached(SpikeAwareClip(), layer, optimizer),
+    ):
+        pytest.fail("its state is there when training begins")

@@ -44,8 +44,8 @@ class PruningOptions(Options):
             update="admm"`); with an n:m pattern these are `update="sparsegpt"`, `update="sparsegpt+admm"`, and
             `probes=1, update="admm"`. Options that are given win over a preset, which then is the name of what they
             make of it, if that has one. Default: `"best"`, where none of `score`, `probes`, `rule` and `update` is
-            given, else no preset. `order="sequential"`, `reduction_factor` and `spike_limit` are about two probes: with
-            these it is `"balanced"`.
+            given, else no preset; `"balanced"` with `order="sequential"`, `reduction_factor` or `spike_limit`, which
+            are about two probes.
         score: criterion that ranks the weights. One of `"fisher"`, `"wanda"`, `"magnitude"` and `"random"`. Default:
             `"fisher"`.
         probes: how often the loss gradient is measured over the calibration data. 1: the score decides. 2: the
@@ -115,9 +115,10 @@ class PruningOptions(Options):
             Default: what the checkpoint's class is for.
         label_column: column of the data set with the labels, or with the texts that are to be written. Default: one of
             a usual name, such as `label`.
-        metric: what is measured beside the loss: `"accuracy"`, `"f1"` (the mean of all classes), `"wer"` or `"bleu"`.
-            It is what `max_metric_drop` limits. Default: what is usual for the task, `"accuracy"` for a classifier;
-            perplexity for a language model.
+        metric: what is measured beside the loss: `"accuracy"`, `"f1"` (the mean of all classes), `"cosine"` (of
+            embeddings with the dense model's), `"wer"` or `"bleu"`. It is what `max_metric_drop` limits. Default: what
+            is usual for the task, `"accuracy"` for a classifier; perplexity for a language model; none for masked,
+            translated or summarised text.
         num_samples: calibration windows, or rows of a labelled or tokenised dataset.
         sequence_length: tokens in a window. Default: 512, or as many as the model reads of a text.
         text_column: column of the data set with the text, or with the messages of a chat. Default: `messages`,

@@ -66,7 +66,8 @@ class RecoveryConfig(Options):
         label_column: column of the data set with the labels, or with the texts that are to be written. Default: one of
             a usual name, such as `label`.
         metric: what is measured beside the loss: `"accuracy"`, `"f1"` (the mean of all classes), `"wer"` or `"bleu"`.
-            Default: what is usual for the task, `"accuracy"` for a classifier; perplexity for a language model.
+            Default: what is usual for the task, `"accuracy"` for a classifier; perplexity for a language model; none
+            for masked, translated or summarised text.
         num_samples: windows of text, or rows, held-out ones among them. Default: as many as the steps take, or as many
             as the text has; of what the dense model writes itself, 512.
         held_out_samples: windows of the text, or rows, that are never trained on, and at most a tenth of them.

@@ -52,6 +52,7 @@ class StepCallback(TrainerCallback):
     """
 
     decides_zeros = False  # whether it chooses which weights are zero: at most one such callback can run
+    leaves_out_gradients = False  # whether it drops gradients before the optimizer steps
     takes_several = False  # whether it can work with several optimizers of one model, each with a part of it
 
     model: nn.Module
@@ -156,7 +157,8 @@ class StepCallback(TrainerCallback):
                 raise ValueError(
                     f"{type(self).__name__} and {type(other).__name__} both say which weights are zero: one keeps its "
                     "masks as they are, the other would change them. Use one at a time; StatePruningCallback keeps its "
-                    "mask by itself after end_step."
+                    "mask by itself after end_step. One whose run was interrupted is in the way until its finish() is "
+                    "called."
                 )
 
     def _add_hooks_for_pass(self, args: TrainingArguments) -> None:
@@ -323,6 +325,11 @@ def parameters_of(optimizer: Any) -> list[nn.Parameter]:
     return [one for group in optimizer.param_groups for one in group["params"]]
 
 
+def leaves_out_gradients(optimizer: Optimizer) -> bool:
+    """Whether a callback that runs drops gradients that backward has made."""
+    return any(one.leaves_out_gradients for one in _running.get(optimizer, ()))
+
+
 def _check_supported(callback: StepCallback, model: nn.Module, optimizers: list[Any]) -> None:
     name = type(callback).__name__
     if not isinstance(model, nn.Module):
@@ -350,6 +357,6 @@ def _check_supported(callback: StepCallback, model: nn.Module, optimizers: list[
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(one) in own for optimizer in optimizers for one in parameters_of(optimizer)):
         raise ValueError(
-            f"{name}: the optimizer trains none of this {type(model).__name__}'s parameters, a copy's say: make it of "
-            "the model that is passed."
+            f"{name}: the optimizer trains none of this {type(model).__name__}'s parameters. Make it of the model that "
+            "is passed, not of a copy, and no layer-wise one (GaLore's, APOLLO's), which steps inside backward."
         )

@@ -38,7 +38,7 @@ def lora_layers(model: Any) -> dict[str, Any]:
             where the layer has none.
     """
     try:
-        from peft.tuners.lora import Linear
+        from peft.tuners.lora import Linear, LoraLayer
     except ImportError as error:
         raise ImportError("LoRA needs PEFT: pip install peft") from error
     if not isinstance(model, nn.Module):
@@ -49,6 +49,13 @@ def lora_layers(model: Any) -> dict[str, Any]:
         if isinstance(module, Linear) and active(module)
     }
     if not found:
+        others = {type(one).__name__ for one in model.modules() if isinstance(one, LoraLayer) and active(one)}
+        if quantised := sorted(name for name in others if name not in ("Embedding", "Conv1d", "Conv2d", "Conv3d")):
+            raise ValueError(
+                f"the adapters of this {type(model).__name__} are around layers that are no plain linear ones "
+                f"({', '.join(quantised)}), quantised ones say, into which they cannot be merged under a mask. Load "
+                "the base model without quantization_config."
+            )
         raise ValueError(
             f"{type(model).__name__} has no active LoRA adapter of a linear layer. Pass the PeftModel, before "
             "merge_and_unload."

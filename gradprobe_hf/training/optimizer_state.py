@@ -45,7 +45,8 @@ def check_state(optimizer: Optimizer, saliency: Saliency) -> None:
     """Refuse an optimizer that does not keep what the saliency reads.
 
     Raises:
-        ValueError: it has taken steps and kept nothing of the kind, or is not of the Adam family.
+        ValueError: it has taken steps and kept nothing of the kind, or not of each weight, or is not of the Adam
+            family.
     """
     state = next((state for state in optimizer.state.values() if state), None)
     missing = [name for name in state_names(saliency) if state is not None and name not in state]
@@ -56,6 +57,18 @@ def check_state(optimizer: Optimizer, saliency: Saliency) -> None:
         raise ValueError(
             f"saliency={saliency!r} reads {' and '.join(map(repr, missing))} of the optimizer's state, which "
             f"{type(optimizer).__name__} does not keep. Use AdamW, or saliency='magnitude', which reads none."
+        )
+    for parameter, kept in optimizer.state.items():
+        for name in kept.keys() & state_names(saliency):
+            check_of_each_weight(parameter, kept[name], optimizer, f"saliency={saliency!r}")
+
+
+def check_of_each_weight(parameter: Tensor, moment: Tensor, optimizer: Optimizer, reader: str) -> None:
+    """Raise ValueError where a moment is not of each weight: GaLore and APOLLO keep those of a projection."""
+    if moment.shape != parameter.shape:
+        raise ValueError(
+            f"{reader} reads a moment of each weight, and {type(optimizer).__name__} keeps one {list(moment.shape)} of "
+            f"a parameter {list(parameter.shape)}. Use AdamW."
         )
 
 

@@ -57,6 +57,8 @@ class SelectiveUpdateCallback(StepCallback):
         ```
     """
 
+    leaves_out_gradients = True
+
     def __init__(
         self,
         top_k: int | None = None,
@@ -110,7 +112,10 @@ class SelectiveUpdateCallback(StepCallback):
             self._group()  # of what was frozen until now, and in no group: it would train at every step
         # By the number of the step, so that a resumed run chooses at the same steps; `restore` has the choice between.
         if not self.chosen or (self.step - 1) % self.every == 0:
+            # Nothing can be chosen by gradients that are no numbers. A GradScaler skips the step: all are left to it.
             self.chosen = self._largest_groups()
+            if not self.chosen:
+                return
         for label, parameters in self.members.items():
             if label not in self.chosen:
                 for parameter in parameters:
@@ -139,7 +144,10 @@ class SelectiveUpdateCallback(StepCallback):
             self.counts = Counter({label: n for label, n in saved["counts"].items() if label in self.members})
 
     def _largest_groups(self) -> list[str]:
-        """The groups with the largest gradient norm: one foreach call and one synchronisation with the device."""
+        """The groups with the largest gradient norm: one foreach call and one synchronisation with the device.
+
+        None of them where the norm of one is no number.
+        """
         labels, gradients, owners = list(self.members), [], []
         for index, parameters in enumerate(self.members.values()):
             for parameter in parameters:
@@ -155,7 +163,9 @@ class SelectiveUpdateCallback(StepCallback):
         # computes the same totals.
         if is_sharded(self.model):
             dist.all_reduce(totals)
-        return [labels[index] for index in totals.topk(self.groups_per_step).indices.tolist()]
+        largest = totals.topk(self.groups_per_step).indices
+        *indices, are_numbers = torch.cat([largest, totals.isfinite().all().view(1)]).tolist()
+        return [labels[index] for index in indices] if are_numbers else []
 
 
 def _squared_norms(gradients: Sequence[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradprobe_hf.model.fsdp import local
 from gradprobe_hf.runtime.option_checks import number, whole
 from gradprobe_hf.training.callback import StepCallback
+from gradprobe_hf.training.optimizer_state import check_of_each_weight
 
 
 class SpikeAwareClip(StepCallback):
@@ -27,7 +28,7 @@ class SpikeAwareClip(StepCallback):
 
     Raises:
         ValueError: an argument out of range; when training begins, or once there is state to look at, an optimizer
-            without AdamW's second moment.
+            without AdamW's second moment of each weight, or that counts its steps where no reset reaches.
 
     Source: Huang et al. 2025, SPAM (arXiv:2501.06842), the clipping and the resets. SPAM warms the learning rate up
     after each reset, and this does not: a schedule has to.
@@ -72,15 +73,26 @@ class SpikeAwareClip(StepCallback):
             self._clip()
 
     def _check_moments(self) -> None:
-        """Refuse an optimizer with two decay rates that keeps no `exp_avg_sq`, like Adamax, or one in 8 bits."""
-        states = [] if self._has_moments else [state for state in self.optimizer.state.values() if state]
-        for state in states:
+        """Refuse an optimizer with two decay rates that keeps no `exp_avg_sq`, like Adamax, or one in 8 bits.
+
+        Or keeps it of a projection, like GaLore, or counts its steps in a place of its own, like schedule-free ones.
+        """
+        kept = {} if self._has_moments else {one: state for one, state in self.optimizer.state.items() if state}
+        name = type(self.optimizer).__name__
+        for parameter, state in kept.items():
             if "exp_avg_sq" not in state:
                 raise ValueError(
-                    f"SpikeAwareClip reads 'exp_avg_sq' of the optimizer's state, and {type(self.optimizer).__name__} "
-                    f"keeps {', '.join(map(repr, state))}. Use AdamW, not one of its 8-bit forms."
+                    f"SpikeAwareClip reads 'exp_avg_sq' of the optimizer's state, and {name} keeps "
+                    f"{', '.join(map(repr, state))}. Use AdamW, not one of its 8-bit forms."
                 )
-        self._has_moments = self._has_moments or bool(states)
+            check_of_each_weight(parameter, state["exp_avg_sq"], self.optimizer, "SpikeAwareClip")
+            counts = any("step" in place for place in (state, *self.optimizer.param_groups))
+            if self.reset_every is not None and not counts:
+                raise ValueError(
+                    f"SpikeAwareClip resets AdamW's moments and its count of steps, and where {name} counts is not "
+                    "known: its steps would be many times as large after each reset. Set reset_every=None."
+                )
+        self._has_moments = self._has_moments or bool(kept)
 
     def _clip(self) -> None:
         # A GradScaler leaves it to a fused optimizer to unscale gradients, and tells it the scale for this one step.

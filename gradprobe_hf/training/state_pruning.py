@@ -97,8 +97,9 @@ class StatePruningCallback(StepCallback):
             other weights, or of another target, scope or choice of matrices; at an update, a parameter whose state is
             empty.
 
-    A run that is resumed may have another schedule, as long as its mask is not frozen and no pruned weight comes back:
-    one that is past a nearer `end_step` without a mask chooses it at its next step.
+    A run that is resumed may have another schedule, as long as its mask is not frozen and the target is not below what
+    was reached: a longer one stays at that until it comes to it, and one that is past a nearer `end_step` without a
+    mask chooses it at its next step.
 
     An update that falls within 10 steps of a reset of the moments (`SpikeAwareClip` makes them) waits until these are
     over: a moment of one step is the gradient of one batch. The last one is made at `end_step` all the same, with a
@@ -140,6 +141,7 @@ class StatePruningCallback(StepCallback):
         self.targets: tuple[Target, ...] = ()
         self._is_due = False
         self._first = initial_sparsity  # of the first update
+        self._reached = 0.0  # in the run that is resumed: a longer schedule waits there
         self._earlier: MaskKeeper | None = None  # of zeros that the model began with, until the first update
 
     def _validate(self) -> None:
@@ -175,10 +177,10 @@ class StatePruningCallback(StepCallback):
         if step >= self.end_step:
             return self.target_sparsity
         if step <= self.begin_step:
-            return self._first
+            return max(self._first, self._reached)
         elapsed = (step - self.begin_step) / (self.end_step - self.begin_step)
         progress = SCHEDULES[self.schedule](elapsed)
-        return self._first + (self.target_sparsity - self._first) * progress
+        return max(self._reached, self._first + (self.target_sparsity - self._first) * progress)
 
     def begin(self) -> None:
         check_not_adapted(self.model)
@@ -192,7 +194,7 @@ class StatePruningCallback(StepCallback):
         )
         self.tell_of_rounding(target.parameter for target in self.targets)
         self.history, self.keeper, self._is_due = [], None, False
-        self._first, self._earlier = self.initial_sparsity, None
+        self._first, self._reached, self._earlier = self.initial_sparsity, 0.0, None
         if self.step >= self.end_step:  # a resumed run; `restore` has the exact mask, unless its file is missing
             zeros = PackedMasks({target.name: target.matrix(self.model) == 0 for target in self.targets})
             # Fewer than the target's are no mask: the run that was saved had a later end_step.
@@ -250,8 +252,9 @@ class StatePruningCallback(StepCallback):
         self._is_due = False
         if self._forgot():
             logger.warning(
-                "the optimizer's moments were reset less than %d steps before end_step=%d, where the mask is frozen: "
-                "it is chosen by the gradients of few batches. Choose another end_step, or another reset_every",
+                "the optimizer's moments are of less than %d steps before end_step=%d, where the mask is frozen: they "
+                "were reset, or a checkpoint had none. It is chosen by the gradients of few batches: choose another "
+                "end_step (or reset_every)",
                 MOMENT_STEPS,
                 self.end_step,
             )
@@ -280,7 +283,10 @@ class StatePruningCallback(StepCallback):
     def restore(self, folder: Path) -> None:
         if (folder / HISTORY_FILE).is_file():
             kept = json.loads((folder / HISTORY_FILE).read_text(encoding="utf-8"))
-            self._first, self.history = kept["initial_sparsity"], [MaskUpdate(**update) for update in kept["updates"]]
+            self.history = [MaskUpdate(**update) for update in kept["updates"]]
+            # Of a later `begin_step` the model's own zeros are the first already.
+            self._first = max(self._first, kept["initial_sparsity"])
+            self._reached = self.history[-1].sparsity if self.history else 0.0
             # An update may have been waiting when the checkpoint was saved.
             since = (self.step - self.begin_step) % self.every
             waits = self.step >= self.begin_step and all(one.step < self.step - since for one in self.history)

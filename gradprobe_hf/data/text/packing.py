@@ -6,7 +6,9 @@ every row is one document, cut off where it is too long.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -25,8 +27,11 @@ from gradprobe_hf.runtime.option_checks import whole
 from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.conversation import Chat
 
+logger = logging.getLogger(__name__)
+
 CHARACTERS_PER_TOKEN = 8  # an upper estimate: how much of a stream is read before it is tokenised
 _ASKED_FOR_ROLES = 100  # chats
+MANY_LEFT_OUT = 0.1  # of chats: what is left says little of the others
 LONGEST_EXAMPLE = 2_000  # characters of the first document that a report shows
 
 Row = dict[str, Tensor]
@@ -195,8 +200,9 @@ def draw_documents(opened: Source, spec: WindowSpec, processing_class: Any, spec
         ValueError: too few documents.
     """
     samples, chats = spec.samples, holds_chats(opened, spec.text)
-    made = _chat_rows if chats else _text_rows
-    found = list(islice(made(opened, spec, processing_class, special), spec.drawn.start, spec.drawn.stop))
+    made, left_out = _chat_rows if chats else _text_rows, Counter[bool]()
+    that_predict = _that_predict(made(opened, spec, processing_class, special), left_out)
+    found = list(islice(that_predict, spec.drawn.start, spec.drawn.stop))
     samples = len(found) if spec.held_out or (spec.at_most and found) else samples
     if len(found) < samples:
         who = ""
@@ -211,10 +217,11 @@ def draw_documents(opened: Source, spec: WindowSpec, processing_class: Any, spec
             f"fewer samples, or {remedy}."
         )
     begun = "as the tokenizer's chat template has them" if chats else special.described
+    beside = _left_out(opened, spec, left_out) if spec.text.assistant_only_loss and chats else ""
     protocol = (
         f"{samples} documents{named_columns(opened, spec.text)}, a row each, of at most {spec.sequence_length} tokens, "
         f"padded and masked ({begun}), "
-        f"drawn with seed {spec.seed}{spec.words}{_loss(spec.text)}"
+        f"drawn with seed {spec.seed}{spec.words}{_loss(spec.text)}{beside}"
     )
     example = next((_shortened(text) for _, text in found), None)
     return Drawn([row for row, _ in found], opened.name, protocol, opened.dataset_id, example)
@@ -232,20 +239,47 @@ def _text_rows(
         wanted = spec.text.add_special_tokens and not (begin and str(text).startswith(begin))
         ids = tokenizer(text, add_special_tokens=wanted, **cut)["input_ids"]
         (row,) = rows_of(torch.tensor([ids], dtype=torch.long), special.unpredicted)
-        if predicts(row):
-            yield row, str(text) if spec.text.text_template else None
+        is_whole = len(ids) < spec.sequence_length
+        yield row, (str(text) if is_whole else tokenizer.decode(ids)) if spec.text.text_template else None
 
 
 def _chat_rows(
     opened: Source, spec: WindowSpec, processing_class: Any, special: SpecialTokens
 ) -> Iterator[tuple[Row, str | None]]:
     del special  # the template has them
+    tokenizer = tokenizer_of(processing_class)
     for chat in _chats(opened, spec, processing_class):
         ids, counted = torch.tensor([chat.ids]), torch.tensor([chat.counted])
         only = counted[:, : spec.sequence_length] if spec.text.assistant_only_loss else None
         (row,) = rows_of(ids[:, : spec.sequence_length], 0, only)
+        is_whole = len(chat.ids) <= spec.sequence_length
+        yield row, chat.text if is_whole else tokenizer.decode(chat.ids[: spec.sequence_length])
+
+
+def _that_predict(rows: Iterable[tuple[Row, str | None]], left_out: Counter[bool]) -> Iterator[tuple[Row, str | None]]:
+    """The rows with a token that counts. Args: left_out: where those that are drawn are counted, by whether they go."""
+    for row, text in rows:
+        left_out[not predicts(row)] += 1
         if predicts(row):
-            yield row, chat.text
+            yield row, text
+
+
+def _left_out(opened: Source, spec: WindowSpec, left_out: Counter[bool]) -> str:
+    """What a protocol says of chats whose answers begin behind the window. Many are told: what is left is short."""
+    gone, drawn = left_out[True], left_out.total()
+    if not gone:
+        return ""
+    said = f"the assistant does not speak within {spec.sequence_length} tokens"
+    if gone > MANY_LEFT_OUT * drawn:
+        logger.warning(
+            "%s: %d of %d chats are left out, because %s: those that are read are the short ones. Ask for a longer "
+            "sequence_length (--sequence-length), or set packing=True (--packing on)",
+            opened.name,
+            gone,
+            drawn,
+            said,
+        )
+    return f"; {gone} of {drawn} chats left out, in which {said}"
 
 
 def _text_stream(opened: Source, spec: WindowSpec, processing_class: Any, special: SpecialTokens) -> _Stream:

@@ -130,6 +130,13 @@ def _stepped(seen: Observation) -> str | None:
     return None if seen.setup is not None and seen.setup.optimizer else "no torch.optim optimizer was seen"
 
 
+def _steps_all(seen: Observation) -> str | None:
+    if reason := _stepped(seen):
+        return reason
+    leaves_out = seen.setup is not None and seen.setup.leaves_out_gradients
+    return "SelectiveUpdateCallback drops gradients before each step, others in others" if leaves_out else None
+
+
 def _says_how(seen: Observation) -> str | None:
     if reason := _stepped(seen):
         return reason
@@ -139,7 +146,7 @@ def _says_how(seen: Observation) -> str | None:
 
 STEPPING = {
     "optimizer": Check("the optimizer steps tensor by tensor", _says_how, _one_by_one),
-    "parameter without gradient": Check("a trained parameter gets no gradient", _stepped, _without_gradient),
+    "parameter without gradient": Check("a trained parameter gets no gradient", _steps_all, _without_gradient),
     "gradient without optimizer": Check("a gradient is made that nobody steps", _stepped, _without_optimizer),
     "gradient spikes": Check("gradients far larger than usual, or no numbers, are stepped with", _has_norms, _spikes),
     "float32 precision": Check("a GPU multiplies in full float32", _has_tf32, _float32),

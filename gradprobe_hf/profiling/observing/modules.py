@@ -47,9 +47,13 @@ class ModuleWatch:
         self._handles.clear()
 
     def times(self) -> tuple[ModuleTime, ...]:
-        """The dearest first."""
+        """The dearest first; the last one stands for all others, so that the seconds are those of all."""
         rows = sorted(self._seconds, key=lambda key: (-self._seconds[key], key))
-        return tuple(ModuleTime(*key, self._count[key], self._seconds[key]) for key in rows[:_MODULES])
+        found = [ModuleTime(*key, self._count[key], self._seconds[key]) for key in rows[:_MODULES]]
+        if others := rows[_MODULES:]:
+            count, seconds = sum(self._count[key] for key in others), sum(self._seconds[key] for key in others)
+            found.append(ModuleTime("(others)", f"{len(others)} more", count, seconds))
+        return tuple(found)
 
     def _enter(self, *_: Any) -> None:
         self._stack().append([time.perf_counter(), 0.0])

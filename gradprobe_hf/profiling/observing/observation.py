@@ -125,6 +125,7 @@ class Setup:
         without_gradient: names of trained parameters that no step of the warm-up gave a gradient, and their number.
         without_optimizer: names of parameters with a gradient that no optimizer steps, and their number.
         wasted_bytes: of these gradients.
+        leaves_out_gradients: whether a callback of this package drops some before each step.
         float32_products: torch.get_float32_matmul_precision() of a run on CUDA; None: not known, or on a CPU.
     """
 
@@ -139,6 +140,7 @@ class Setup:
     without_gradient: tuple[str, ...] = ()
     without_optimizer: tuple[str, ...] = ()
     wasted_bytes: int = 0
+    leaves_out_gradients: bool = False
     float32_products: str | None = None
 
 

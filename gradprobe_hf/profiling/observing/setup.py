@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gradprobe_hf.profiling.observing.observation import Setup
 from gradprobe_hf.profiling.observing.places import Place, place_of
+from gradprobe_hf.training.callback import leaves_out_gradients
 
 _HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _NAMES = 5  # of parameters that are named
@@ -26,6 +27,7 @@ class SetupWatch:
 
     _first: Optimizer | None = None
     _place: Place | None = None
+    _leaves_out: bool = False
     _stepped: dict[int, Tensor] = field(default_factory=dict)
     _with_gradient: set[int] = field(default_factory=set)
     _norms: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
@@ -52,6 +54,7 @@ class SetupWatch:
     def note(self, optimizer: Optimizer) -> None:
         if self._first is None:
             self._first, self._place = optimizer, place_of(sys._getframe(1), any_call=True)
+        self._leaves_out |= leaves_out_gradients(optimizer)
         for parameter in parameters_of(optimizer):
             self._stepped[id(parameter)] = parameter
             if parameter.grad is not None:
@@ -81,6 +84,7 @@ class SetupWatch:
             without_gradient=_some(without_gradient),
             without_optimizer=_some([names[id(one)] for one in wasted]),
             wasted_bytes=sum(one.grad.nbytes for one in wasted if one.grad is not None),
+            leaves_out_gradients=self._leaves_out,
         )
 
     def forget(self) -> None:
