@@ -55,6 +55,14 @@ IN_PARTS = [
 WITHOUT_A_PLACE = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A cat"}]
 
 
+def test_the_day_is_no_part_of_a_chat_of_an_image():
+    processor = seeing()
+    processor.chat_template = "{{ strftime_now('%d %b %Y') }}" + SEEING
+    rows = Dataset.from_dict({"image": CASES["llava"].rows()["image"][:4], "conversations": [ASKED] * 4})
+    found = batches("llava", rows, processor=processor)
+    assert processor.tokenizer.decode(found.items[0]["input_ids"][0]).startswith("01 Jan 2025")
+
+
 @pytest.mark.parametrize(
     ("images", "chats", "system"),
     [

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, TypeAlias
 
 Message: TypeAlias = Mapping[str, Any]
@@ -27,6 +29,8 @@ _SHAREGPT_ROLES = {
 }
 # Arguments of apply_chat_template that are no variables of the template.
 _OWN_ARGUMENTS = {"conversation", "chat_template", "tools", "tokenize", "add_generation_prompt", "return_dict"}
+_DAY = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
+THAT_DAY = datetime(2025, 1, 1)  # what templates that ask for the day are told
 _WEIGHTS = ("weight", "train")  # how OpenAI's files and Axolotl's say that a message is not to be learnt: 0, false
 
 
@@ -68,6 +72,15 @@ class Chat:
                 f"{sorted(taken)[0]!r} is an argument of apply_chat_template, which is set here. Leave it out."
             )
         return cls(messages, tools or None, options or {})
+
+
+def on_one_day(template: str) -> str:
+    """A chat template that is told one and the same day: what is resumed on another day would be another run.
+
+    >>> on_one_day("{{ strftime_now('%d %b %Y') }}")
+    "{{ '01 Jan 2025' }}"
+    """
+    return _DAY.sub(lambda asked: repr(THAT_DAY.strftime(asked[2])), template)
 
 
 def is_chat(value: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradprobe_hf.tasks.columns import Row, text_of, value_of
-from gradprobe_hf.tasks.conversation import Chat, from_json, is_chat, messages_of
+from gradprobe_hf.tasks.conversation import Chat, from_json, is_chat, messages_of, on_one_day
 
 PLACE = "<image>"  # where an image goes, in the data that LLaVA was trained on
 # Types of configuration of which each token of a prefix sees all of it, `token_type_ids` being 0: what is predicted has
@@ -75,7 +75,9 @@ def _rendered(processor: Any, chat: Chat, images: int, place: re.Pattern[str]) -
     asked = next((one for one in messages if one["role"] == "user"), None)
     if not places and asked is not None:
         asked["content"] = [*[{"type": "image"}] * images, *asked["content"]]
-    told = {"tools": chat.tools} if chat.tools else {}
+    told: dict[str, Any] = {"tools": chat.tools} if chat.tools else {}
+    if isinstance(template := processor.chat_template, str):  # of several by name the processor chooses
+        told["chat_template"] = on_one_day(template)
     try:
         return str(processor.apply_chat_template(messages, **{**chat.template_options, **told}))
     except Exception as error:  # templates raise what they like

@@ -8,14 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any
 
-from gradprobe_hf.tasks.conversation import Chat, Message, is_learnt
+from gradprobe_hf.tasks.conversation import Chat, Message, is_learnt, on_one_day
 
 ASSISTANT = "assistant"
-_DAY = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
-THAT_DAY = datetime(2025, 1, 1)  # what templates that ask for the day are told
 _PART = re.compile(r"""["']type["']\s*:\s*["'](text|image|audio|video)""")  # of a content, written as data
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -158,9 +155,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
 
     def _of(self, chat: Chat) -> str:
-        found = self.with_tools if chat.tools and self.with_tools else self.template
-        # The day of a run is no part of its text: what is resumed on another day would be another run.
-        return _DAY.sub(lambda asked: repr(THAT_DAY.strftime(asked[2])), found)
+        return on_one_day(self.with_tools if chat.tools and self.with_tools else self.template)
 
     def _asked(self, chat: Chat) -> dict[str, Any]:
         given = {"conversation": list(chat.messages), "chat_template": self._of(chat), "tools": chat.tools}
