@@ -156,6 +156,17 @@ def test_evaluations_of_a_trainer_are_in_no_figure(same, tmp_path):
     assert {one.name: one.count for one in seen.modules}["(model)"] == seen.located == 2
 
 
+def test_batches_count_in_the_steps_that_train_on_them(tmp_path):
+    """Accelerate's loader fetches one ahead: two in the first step of an epoch, none in its last."""
+    callback = ProfileCallback(
+        Schedule(3, 4, 1, 2)
+    )  # steps 2 and 3, and 9 and 10, are looked into: one begins an epoch
+    options = trainers.arguments(tmp_path, max_steps=12, per_device_train_batch_size=4)
+    Trainer(llama(), options, train_dataset=trainers.Rows(16), callbacks=[callback]).train()
+    found = callback.report().observation.contents
+    assert (found.steps, found.samples) == (4, 16)
+
+
 class Streamed(torch.utils.data.IterableDataset):
     def __iter__(self):
         while True:

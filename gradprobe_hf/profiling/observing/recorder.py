@@ -91,7 +91,10 @@ class Recorder:
         self._evaluates = False  # between two steps
         self._is_spoiled = False  # an evaluation was made within the step
         self._contents: list[Contents] = []
-        self._step_contents: list[Contents] = []
+        self._ahead: deque[Contents | None] = deque()  # of batches that no pass has taken; None: nobody looked into it
+        self._there_before = 0  # of these before the step, or the evaluation, began
+        self._step_contents: list[Contents | None] = []
+        self._takes_passes = False  # whether a training pass was seen in this step
         self._steps_with_contents = 0
         self._calls: list[list[Seen]] = []
         self._trace = StepTrace()
@@ -132,8 +135,8 @@ class Recorder:
 
     def saw(self, batch: Any) -> None:
         """A batch that no data loader handed out."""
-        if self.phase in ("warmup", "located") and (found := contents_of(batch, self._has_decoder)):
-            self._step_contents.append(found)
+        looks = self.phase in ("warmup", "located")
+        self._ahead.append(contents_of(batch, self._has_decoder) if looks else None)
 
     @property
     def located_seconds(self) -> tuple[float, ...]:
@@ -260,14 +263,24 @@ class Recorder:
             self._waits += self._step_waits
         elif phase == "located":
             self._calls.append(self._watch.cut())
-        # The first step of all may have fetched more than its own batches.
-        if phase == "located" or (phase == "warmup" and not first):
-            self._contents += self._step_contents
+        if not self._takes_passes:  # they are not seen of a model that is compiled: as fetched
+            self._take(len(self._ahead))
+        # The first step of all may have fetched more than its own batches. A batch that was fetched ahead, in a phase
+        # that looks into none, is not known.
+        known = [one for one in self._step_contents if one is not None]
+        is_known = len(known) == len(self._step_contents)
+        if is_known and (phase == "located" or (phase == "warmup" and not first)):
+            self._contents += known
             self._steps_with_contents += 1
+
+    def _take(self, batches: int) -> None:
+        """The first so many batches that were fetched are this step's: Accelerate's loader fetches one ahead."""
+        self._step_contents += [self._ahead.popleft() for _ in range(min(batches, len(self._ahead)))]
 
     def _drop_step(self) -> None:
         self._step_waits, self._step_contents = [], []
-        self._is_spoiled = False
+        self._is_spoiled = self._takes_passes = False
+        self._there_before = len(self._ahead)
         self._loaders.begin_step()
         self._watch.cut()
         self.clock.cut()
@@ -349,7 +362,8 @@ class Recorder:
             return
         self._loaders.fetched(iterator, wait.processes)
         self._step_waits.append(wait)
-        self.saw(batch)
+        if self._loaders.is_own:
+            self.saw(batch)
 
     def _pass_begins(self) -> None:
         self._calls_seen = True
@@ -357,6 +371,8 @@ class Recorder:
             return
         if torch.is_grad_enabled():
             self._evaluates = self._modules.rests = False
+            self._takes_passes = True
+            self._take(1)
             if self._trace.waits:
                 self._start_trace()
                 self._began = time.perf_counter()
@@ -384,6 +400,8 @@ class Recorder:
             self._begins.clear()  # a picture across it would show it
             if self.phase == "traced":
                 self._end_trace_early()
+        while len(self._ahead) > self._there_before:  # the evaluation's own; a training batch may lie ready
+            self._ahead.pop()
         self._drop_step()
 
     def _end_trace_early(self) -> None:
