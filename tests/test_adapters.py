@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -133,18 +135,75 @@ def test_the_subfolder_of_an_adapter_is_not_its_bases(stored, half, tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
-def test_a_classifiers_adapter_brings_the_head_that_its_base_lacks(stored):
+@pytest.mark.parametrize("labels", [2, 3])
+def test_a_classifiers_adapter_brings_the_head_that_its_base_lacks(labels, stored):
     base, folder, _ = stored
-    classifier = LlamaForSequenceClassification.from_pretrained(base, num_labels=2)
+    classifier = LlamaForSequenceClassification.from_pretrained(base, num_labels=labels)
     classifier.config.pad_token_id = 258
     model = trained(peft.get_peft_model(classifier, lora(task_type="SEQ_CLS")))
-    beside = folder.parent / "classifier"
+    beside = folder.parent / f"classifier-{labels}"
     model.save_pretrained(beside)
     labelled = [{**batch, "labels": torch.tensor([0, 1])} for batch in cases.batches("llama", rows=2)]
     found = run(beside, calibration=labelled, merge_adapters=True, apply=False)
     assert isinstance(found.model, LlamaForSequenceClassification)
     torch.testing.assert_close(found.model.score.weight, model.base_model.model.score.weight)
     torch.testing.assert_close(logits(found.model, labelled[0]), logits(model, labelled[0]), atol=1e-5, rtol=1e-4)
+
+
+def with_licence(folder, licence, file):
+    (folder / "README.md").write_text(f"---\nlicense: {licence}\n---\n" if licence else "A model.\n")
+    (folder / file).write_text(f"{licence} in words")
+
+
+@pytest.mark.parametrize(
+    ("of_base", "of_adapter", "license_", "name"),
+    [
+        ("apache-2.0", "cc-by-nc-4.0", "other", "apache-2.0-and-cc-by-nc-4.0"),
+        ("mit", "mit", "mit", None),
+        ("mit", "", "mit", None),
+        ("", "mit", None, None),
+    ],
+)
+def test_a_licence_goes_where_the_weights_of_an_adapter_go(
+    of_base, of_adapter, license_, name, stored, tmp_path, caplog
+):
+    base, adapter = (Path(shutil.copytree(one, tmp_path / one.name)) for one in stored[:2])
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(base)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    with_licence(base, of_base, "LICENSE")
+    with_licence(adapter, of_adapter, "LICENSE")
+    run(adapter, merge_adapters=True, apply=False, output_dir=tmp_path / "out")
+    card = ModelCard.load(tmp_path / "out" / "README.md").data
+    assert (card.license, card.license_name) == (license_, name)
+    assert (tmp_path / "out" / "LICENSE").read_text() == f"{of_base} in words"
+    assert (tmp_path / "out" / "adapter" / "LICENSE").read_text() == f"{of_adapter} in words"
+    assert ("the weights are of both" in caplog.text) == (of_adapter not in (of_base, ""))
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (
+            "/nowhere/llama",
+            r"no such folder: '/nowhere/llama'.* is the base that the adapter '.*' names \(base_model_name",
+        ),
+        (
+            "quantised",
+            r"is stored quantized \(bitsandbytes\).* name another there, unquantised, or load both with PEFT",
+        ),
+    ],
+)
+def test_a_base_that_cannot_be_loaded_is_the_one_that_the_adapter_names(base, message, stored, tmp_path):
+    adapter = Path(shutil.copytree(stored[1], tmp_path / "adapter"))
+    if base == "quantised":
+        base = Path(shutil.copytree(stored[0], tmp_path / base))
+        values = json.loads((base / "config.json").read_text())
+        values |= {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+        (base / "config.json").write_text(json.dumps(values))
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(base)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises((OSError, ValueError), match=message):
+        run(adapter, merge_adapters=True)
 
 
 def test_from_the_command_line(stored, text_file, tmp_path, capsys):

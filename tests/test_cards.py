@@ -6,14 +6,16 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import EvalResult, ModelCard
 from transformers import AutoModelForCausalLM
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
-from gradprobe_hf.checkpoint.card_results import _same
+from gradprobe_hf.checkpoint.card_results import _same, add_results, check_card
 from gradprobe_hf.cli import main
 from gradprobe_hf.cli.output import print_pruning
 from gradprobe_hf.report.card.build import build_card, datasets_read
@@ -250,6 +252,31 @@ def test_another_text_of_the_same_name_is_another_result(twice, tmp_path):
         shown = ["--num-samples", "4", "--sequence-length", "16", "--write-card"]
         assert main(["evaluate", str(half), "--data", text, *shown]) == 0
     assert len(values(half, "perplexity")) == earlier + 2
+
+
+def test_texts_whose_names_begin_alike_are_results_of_their_own(twice, tmp_path):
+    """The Hub's clients hold results of one type of data for those of one data set, and show the first one's name."""
+    half = shutil.copytree(twice / "half", tmp_path / "half")
+    for name, number in (("my news.txt", 3), ("my code.txt", 5)):
+        text = Path(texts(tmp_path / name.split(".")[0], 200, number)).rename(tmp_path / name)
+        shown = ["--num-samples", "4", "--sequence-length", "16", "--write-card"]
+        assert main(["evaluate", str(half), "--data", str(text), *shown]) == 0
+    assert {one.dataset_name for one in results(half)} >= {"my news.txt", "my code.txt"}
+
+
+def test_what_is_said_in_a_card_of_somebody_elses_stays(tmp_path):
+    card = tmp_path / "README.md"
+    result = EvalResult("text-generation", "arc", "arc", "acc", 0.1, metric_name="acc, 0-shot")
+    card.write_text("---\nlanguage: no\n---\nNorsk.\n")  # False, to YAML 1.1
+    check_card(tmp_path)
+    add_results(tmp_path, [result])
+    assert ModelCard.load(card).data.language == "no"
+    acc = {"type": "acc", "value": 0.1}
+    model = {"results": [{"task": {"type": "t"}, "dataset": {"type": "d", "name": "d"}, "metrics": [acc]}]}
+    two = yaml.safe_dump({"model-index": [model | {"name": "A"}, model | {"name": "B"}]})
+    card.write_text(f"---\n{two}---\nTwo.\n")
+    with pytest.raises(ValueError, match="its model-index is of 2 models"):
+        check_card(tmp_path)
 
 
 def test_a_task_of_the_harness_is_replaced_by_its_name():

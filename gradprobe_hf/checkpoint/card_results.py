@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import EvalResult, ModelCard, metadata_load
+
+from gradprobe_hf.report.card.base_model import languages
+from gradprobe_hf.runtime.paths import expanded
 
 # Of one pass over a text: a divergence stands beside the perplexity that was measured with it, or not at all.
 _OF_ONE_PASS = {"perplexity", "kl_divergence", "top1_agreement"}
@@ -13,13 +16,16 @@ _OF_ONE_PASS = {"perplexity", "kl_divergence", "top1_agreement"}
 
 def check_card(folder: str | Path) -> None:
     """Raise ValueError, before anything is measured, where there is no card that results can be added to."""
-    card = Path(folder) / "README.md"
+    card = expanded(Path(folder)) / "README.md"
     if not card.is_file():
         raise ValueError(f"--write-card adds results to the card of a checkpoint folder, and there is no {card}.")
     try:
         ModelCard.load(card)
+        models = (metadata_load(card) or {}).get("model-index") or []
     except ValueError as error:
         raise ValueError(f"{card}: its metadata cannot be read, so no results are added to it: {error}") from error
+    if len(models) > 1:  # huggingface_hub would write all results as those of the last
+        raise ValueError(f"{card}: its model-index is of {len(models)} models, so no results are added to it.")
 
 
 def add_results(folder: str | Path, results: Sequence[EvalResult]) -> None:
@@ -28,8 +34,9 @@ def add_results(folder: str | Path, results: Sequence[EvalResult]) -> None:
     An earlier one of the same metric on the same data, read by the same protocol, is replaced; perplexity, divergence
     and agreement together. Every other result, the other metadata and the text stay.
     """
-    path = Path(folder) / "README.md"
+    path = expanded(Path(folder)) / "README.md"
     card = ModelCard.load(path)
+    card.data.language = languages(card.data.language)
     known = card.data.eval_results or []
     kept = [one for one in known if not any(_same(one, other) for other in results)]
     card.data.eval_results = [*kept, *results]

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
 from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.own_files import is_companion, is_licence, modules_of, with_imports
 from gradprobe_hf.model.loading.checks import MODULES
-from gradprobe_hf.model.loading.stored_files import loaded_commit, source_of, stored_file
+from gradprobe_hf.model.loading.stored_files import folded_file, folded_into, loaded_commit, source_of, stored_file
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 10.0  # seconds for the Hub's answer
+OF_ADAPTER = "adapter"  # the folder of what comes from an adapter that was folded in
 
 
 def copy_companions(folder: Path, model: PreTrainedModel) -> None:
@@ -43,6 +46,26 @@ def copy_companions(folder: Path, model: PreTrainedModel) -> None:
             continue
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(stored, folder / name)
+    if (folded := folded_into(model)) is not None:
+        # Into a folder of their own: those of its base may have the same names.
+        for name in filter(is_licence, _beside_adapter(*folded)):
+            if (stored := folded_file(model, name)) is not None:
+                (folder / OF_ADAPTER).mkdir(exist_ok=True)
+                shutil.copyfile(stored, folder / OF_ADAPTER / Path(name).name)
+
+
+def _beside_adapter(name: str, where: Mapping[str, Any]) -> list[str]:
+    """The names of the files in the folder of an adapter; none, with a warning, where the Hub does not answer."""
+    subfolder = where.get("subfolder") or ""
+    if Path(name).is_dir():
+        return [path.name for path in (Path(name) / subfolder).glob("*")]
+    try:
+        found = HfApi(token=where.get("token")).model_info(name, revision=where.get("revision"), timeout=_PATIENCE)
+        files = [Path(file.rfilename) for file in found.siblings or []]
+        return [file.name for file in files if file.parent == Path(subfolder)]
+    except Exception as error:  # an unreachable Hub must not cost a finished result
+        logger.warning("whether the adapter %s has a licence is not known: %s", name, error)
+        return []
 
 
 def _listed(model: PreTrainedModel) -> list[str]:

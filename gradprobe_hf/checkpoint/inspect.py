@@ -24,6 +24,7 @@ from gradprobe_hf.model.loading.load import load_config, load_model, skeleton
 from gradprobe_hf.model.pooler import take_off_pooler
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.report.report import REPORT_NAME, Group, grouped
+from gradprobe_hf.runtime.paths import expanded
 
 PATTERNS = ((1, 2), (1, 4), (2, 4), (4, 8))
 
@@ -101,7 +102,7 @@ def inspect_checkpoint(directory: str | Path, *, trust_remote_code: bool | None 
     Raises:
         ValueError: not a folder with `config.json` and safetensors files, or files that are damaged.
     """
-    path = Path(directory)
+    path = Path(expanded(directory))
     if not str(directory) or not path.is_dir():
         what = f"{str(directory)!r} is not a folder" if path.is_file() else f"no such folder: {str(directory)!r}"
         raise ValueError(f"{what}. Inspected are the files of a checkpoint folder on this machine.")

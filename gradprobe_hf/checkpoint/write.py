@@ -34,6 +34,8 @@ from gradprobe_hf.model.loading.checks import MODULES
 from gradprobe_hf.model.loading.load import CONFIG_KEY
 from gradprobe_hf.model.loading.processing import PROCESSOR_FILES
 from gradprobe_hf.model.loading.stored_files import (
+    folded_file,
+    folded_into,
     is_loaded_here,
     loaded_commit,
     stored_dtype,
@@ -41,7 +43,7 @@ from gradprobe_hf.model.loading.stored_files import (
     stored_weights,
 )
 from gradprobe_hf.model.parameters import is_offloaded, parameter_bytes
-from gradprobe_hf.report.card.base_model import CARD, base_metadata
+from gradprobe_hf.report.card.base_model import CARD, base_metadata, with_adapter
 from gradprobe_hf.report.card.build import build_card, build_recovered_card
 from gradprobe_hf.report.original import DENSE
 from gradprobe_hf.report.plots import save_plots
@@ -292,6 +294,8 @@ def _card(scratch: Path, made: Checkpoint, where: str, revision: str | None) -> 
     # With its modules beside it a sentence encoder is used as before.
     described = stored_file(made.model, CARD, subfolder="") if name else None  # of all folders of a repository
     base = base_metadata(name, described, keeps_use=(scratch / MODULES).is_file())
+    if (folded := folded_into(made.model)) is not None:
+        base = with_adapter(base, folded_file(made.model, CARD), folded[0])
     if made.config is None:
         return build_recovered_card(made.report, base, where, revision)
     return build_card(made.report, made.config, base, where, revision)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
@@ -31,6 +32,7 @@ _AUTO_CLASSES = {  # of the tasks whose base may be stored as something else
     "TOKEN_CLS": "AutoModelForTokenClassification",
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
 }
+WEIGHTS = "adapter_model.safetensors"
 _OPTION = "merge_adapters=True (--merge-adapters)"
 
 
@@ -56,6 +58,23 @@ class AdapterSource:
         """Of transformers, what loads the base; none: the base's own class."""
         name = _AUTO_CLASSES.get(self.task or "")
         return [getattr(transformers, name)] if name else []
+
+    def labels(self) -> int | None:
+        """Classes of the head that it brings, which its base need not have; None where it brings none."""
+        if self.task not in ("SEQ_CLS", "TOKEN_CLS") or not self.brings:
+            return None
+        path = cached_file(self.name, WEIGHTS, _raise_exceptions_for_missing_entries=False, **_finding(self.where))
+        if path is None:
+            return None
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, no dict
+        # The last matrix of a head has the fewest rows.
+        rows = [
+            shape[0]
+            for name, shape in shapes.items()
+            if len(shape) == 2 and not self.brings.isdisjoint(name.split(".")) and "lora_" not in name
+        ]
+        return min(rows, default=None)
 
 
 def stored_adapter(name: str, where: dict[str, Any]) -> AdapterSource | None:

@@ -158,18 +158,19 @@ def _check_device(device: Any, device_map: Any) -> None:
 
 
 @contextmanager
-def load_errors(model_or_id: Any, reading: str = CONFIG_NAME) -> Iterator[None]:
+def load_errors(model_or_id: Any, reading: str = CONFIG_NAME, plain: bool = True) -> Iterator[None]:
     """What goes wrong in a load, as OSError that names the file and what to do.
 
     Args:
         reading: what the body reads: the configuration, or `WEIGHTS`.
+        plain: whether plain weights are wanted, which nothing makes of quantized ones.
     """
     try:
         yield
     except MemoryError:
         raise
     except ImportError as error:
-        if "quantiz" not in str(error):
+        if "quantiz" not in str(error) or not plain:
             raise
         # To install what it asks for would only lead to the next error.
         raise ValueError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from gradprobe_hf.model.loading.checks import (
 from gradprobe_hf.model.loading.dequantized import check_stored_plain, keep_dequantized, made_plain
 from gradprobe_hf.model.loading.gguf_file import check_positions
 from gradprobe_hf.model.loading.report import about_dtype, about_pooler, about_unused, check_complete, ignored_names
-from gradprobe_hf.model.loading.stored_files import cached_commit, remember_source, stored_dtype
+from gradprobe_hf.model.loading.stored_files import cached_commit, remember_folded, remember_source, stored_dtype
 from gradprobe_hf.model.loading.ties import forget_false_ties
 from gradprobe_hf.model.sites import plain_uses
 from gradprobe_hf.model.targets import find_targets
@@ -166,13 +166,33 @@ def load(
         base_kwargs["revision"] = adapter.base_revision
     base_name = check_mergeable(adapter, merge_adapters is not False)
     classes = auto_classes or adapter.auto_classes
-    base = _load_checkpoint(base_name, allow_missing_weights, base_kwargs, classes, limits, dequantize, adapter.brings)
+    if (labels := adapter.labels()) is not None:
+        base_kwargs.setdefault("num_labels", labels)
+    with _named_by(adapter):
+        base = _load_checkpoint(
+            base_name, allow_missing_weights, base_kwargs, classes, limits, dequantize, adapter.brings
+        )
     tokenizer = _stored_tokenizer(adapter)
     model = merge_stored(base.model, adapter, None if tokenizer is None else len(tokenizer))
+    remember_folded(model, name, _source(from_pretrained_kwargs))
     base = replace(base, model=model, adapter=name)
     if tokenizer is None:  # the base's counts, which has a revision of its own
         return base
     return replace(base, processing_name=name, processing_kwargs=_source(from_pretrained_kwargs))
+
+
+@contextmanager
+def _named_by(adapter: AdapterSource) -> Iterator[None]:
+    """What goes wrong with the base of an adapter, with who has named it: nobody typed that name."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(
+            f"{str(error).rstrip('.')}. {adapter.base!r} is the base that the adapter {adapter.name!r} names "
+            "(base_model_name_or_path in its adapter_config.json): name another there, unquantised, or load both with "
+            "PEFT and pass the PeftModel."
+        ) from error
 
 
 def _in_memory(model: nn.Module, merge_adapters: bool | None, given: Mapping[str, Any]) -> Loaded:
@@ -254,7 +274,7 @@ def _load_checkpoint(
             # names of parameters: in one folder another process's would be read in their place.
             scratch = kwargs["offload_folder"] = scratch_folder("offload", kwargs.get("offload_folder"))
             undo.callback(remove_scratch, scratch)
-        with load_errors(name, WEIGHTS):
+        with load_errors(name, WEIGHTS, plain=dequantize):
             # Sizes that differ would be an error without a name in it; `check_complete` says which they are.
             kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
             with ignored_names() as ignored:

@@ -24,6 +24,18 @@ _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 _sources: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = weakref.WeakKeyDictionary()
 _revisions: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()  # as they were named
 
+_folded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, dict[str, Any]]] = weakref.WeakKeyDictionary()
+
+
+def remember_folded(model: PreTrainedModel, adapter: str, source: Mapping[str, Any]) -> None:
+    """Note the stored adapter that was folded into a model, and what it was loaded with: it has its own licence."""
+    _folded[model] = adapter, {key: source[key] for key in (*_FINDING, "revision") if source.get(key) is not None}
+
+
+def folded_into(model: PreTrainedModel) -> tuple[str, dict[str, Any]] | None:
+    """The stored adapter that was folded into a model, and what it was loaded with; None of none."""
+    return _folded.get(model)
+
 
 def remember_source(model: PreTrainedModel, source: Mapping[str, Any]) -> None:
     """Note what a model was loaded with, of the keyword arguments of `from_pretrained`, for the files beside it."""
@@ -59,6 +71,16 @@ def stored_file(model: PreTrainedModel, file: str, subfolder: str | None = None)
     try:
         # At a commit, what is in the cache, or known not to be there, is not asked for over the network.
         found = cached_file(name, file, revision=commit, _raise_exceptions_for_missing_entries=False, **where)
+    except OSError:
+        return None
+    return None if found is None else Path(found)
+
+
+def folded_file(model: PreTrainedModel, file: str) -> Path | None:
+    """Where a file is that is stored beside the adapter that was folded into a model; None where there is none."""
+    adapter, where = _folded.get(model, ("", {}))
+    try:
+        found = cached_file(adapter, file, _raise_exceptions_for_missing_entries=False, **where) if adapter else None
     except OSError:
         return None
     return None if found is None else Path(found)

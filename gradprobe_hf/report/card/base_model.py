@@ -38,6 +38,37 @@ def base_metadata(name: str, card: Path | None, keeps_use: bool = False) -> dict
     return {**kept, "base_model": base} if base else kept
 
 
+def with_adapter(metadata: Mapping[str, Any], card: Path | None, name: str) -> dict[str, Any]:
+    """The same of a model that an adapter was folded into: its weights are under both licences.
+
+    Args:
+        metadata: of its base.
+        card: the adapter's, if it has one.
+        name: the adapter's, for the warning.
+    """
+    adapter = _metadata(card)
+    said = _licence_in(metadata), _licence_in(adapter)
+    if said[1] is None or said[0] == said[1]:
+        return dict(metadata)
+    logger.warning(
+        "the licence of %s is %r by its card, and that of its base %r: the weights are of both. Look at them, and at "
+        "what the card of the result says, before you publish it",
+        name,
+        said[1],
+        said[0],
+    )
+    kept = {key: value for key, value in metadata.items() if not key.startswith("license")}
+    return kept if said[0] is None else kept | {"license": "other", "license_name": f"{said[0]}-and-{said[1]}"}
+
+
+def _licence_in(metadata: Mapping[str, Any]) -> str | None:
+    """The licence that metadata name; of one that is no usual one its own name."""
+    found = metadata.get("license")
+    if found == "other":
+        found = metadata.get("license_name") or found
+    return "-or-".join(map(str, found)) if isinstance(found, list) else found
+
+
 def bases(card: Path | None) -> list[str]:
     """The repositories that a card names as what its model was made from."""
     return names_in(_metadata(card))
@@ -54,7 +85,7 @@ def _metadata(card: Path | None) -> dict[str, Any]:
         return {}
     try:
         data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
-        return {**data, "language": _languages(data.get("language"))}
+        return {**data, "language": languages(data.get("language"))}
     except Exception as error:  # a broken card of the base must not cost a finished result
         logger.debug("no metadata in %s: %s", card, error)
         return {}
@@ -68,8 +99,8 @@ def _names_repository(name: str) -> bool:
     return bool(name)
 
 
-def _languages(found: Any) -> Any:
-    """Norwegian's code without quotes is `False` to YAML 1.1."""
+def languages(found: Any) -> Any:
+    """The languages of a card, as they were meant: Norwegian's code without quotes is `False` to YAML 1.1."""
     if isinstance(found, list):
-        return [_languages(one) for one in found]
+        return [languages(one) for one in found]
     return "no" if found is False else found
