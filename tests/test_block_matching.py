@@ -15,6 +15,7 @@ from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.estimation.expected_passes import expected_passes
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import block_vectors, find_targets
+from gradprobe_hf.reconstruction import reconstruct
 from gradprobe_hf.reconstruction.block_matching import BlockExamples, Example, Matching, match_block
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.updates import refinement
@@ -216,6 +217,49 @@ def test_of_few_windows_some_are_held_out(rows, short, monkeypatch):
     wanted = trained_by_hand(cases.build("llama").double().eval(), parts, masks, settings)
     for (key, value), other in zip(model.named_parameters(), wanted.parameters(), strict=True):
         torch.testing.assert_close(value, other, rtol=1e-6, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def ragged(rows, size):
+    """Rows of unequal lengths, each batch padded to its longest."""
+    batches = []
+    for number in range(0, len(rows), size):
+        some = rows[number : number + size]
+        ids = torch.nn.utils.rnn.pad_sequence(some, batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in some], batch_first=True)
+        batches.append({"input_ids": ids, "attention_mask": mask})
+    return batches
+
+
+def test_rows_of_unequal_lengths_train_as_in_batches_of_four(short, monkeypatch):
+    """A batch of more would be one step, and one that is held out."""
+    monkeypatch.setitem(refinement.REFINEMENTS, "blocks", replace(short, windows=4))
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, 256, (5 + number % 7,), generator=generator) for number in range(16)]
+    found = []
+    for size in (4, 8, 16):
+        model = cases.build("llama").double().eval()
+        cases.prune(model, ragged(rows, size), apply=True, **BLOCKS)
+        found.append(dict(model.named_parameters()))
+    for other in found[1:]:
+        for name, value in found[0].items():
+            torch.testing.assert_close(value, other[name], rtol=1e-6, atol=1e-8, msg=name)
+
+
+def test_a_block_without_experts_aims_at_what_it_did_with_all_of_them(monkeypatch):
+    model = cases.build("mixtral").eval()
+    batches = [{"input_ids": batch["input_ids"]} for batch in cases.batches("mixtral", rows=8, batch_size=2)]
+    recorded = {}
+
+    def note(_task, block, _inside, examples, made):
+        recorded[block] = [example.target for example in examples.examples]
+        return made
+
+    monkeypatch.setattr(reconstruct, "_refined", note)
+    first = next(iter(dict.fromkeys(target.block for target in find_targets(model))))
+    dense = [output for _, _, output in calls_of(model.get_submodule(first), model, batches)]
+    for update in ("none", "least_squares"):
+        cases.prune(model, batches, structure={"experts": 1}, update=update, refinement="blocks", apply=False)
+        torch.testing.assert_close(torch.cat(recorded[first]), torch.cat(dense), rtol=1e-5, atol=1e-6)
 
 
 def test_padding_has_no_part_in_it():

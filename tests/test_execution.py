@@ -372,8 +372,18 @@ def test_checkpointing_is_measured_where_an_estimate_is_close(monkeypatch, free,
 def test_rows_that_do_not_fit_together_stay_as_they_are():
     parts = [{"input_ids": torch.arange(n)[None]} for n in (5, 9)]
     batches = from_iterable(parts, "parts")
-    assert batches.in_batches_of(2) is batches
+    assert [item["input_ids"].tolist() for item in batches.in_batches_of(2)] == [p["input_ids"].tolist() for p in parts]
     assert batches.longest == 9
+    shapes = [(3, 5), (2, 9), (2, 9)]
+    ragged = from_iterable([{"input_ids": torch.ones(shape).long()} for shape in shapes], "ragged")
+    apart = ragged.in_batches_of(2)
+    assert [tuple(item["input_ids"].shape) for item in apart] == [(2, 5), (1, 5), (2, 9), (2, 9)]
+    assert [len(item["input_ids"]) for item in apart.in_batches_of(3)] == [3, 3, 1]
+    assert apart.fingerprint == ragged.fingerprint
+    held_out, rest = ragged.split(0, 1 / 3)
+    assert (held_out.samples, rest.samples) == (2, 5), "rows, whatever the batches are"
+    patches = from_iterable([{"pixel_values": torch.ones(7, 2), "image_grid": torch.ones(3, 1)}], "patches")
+    assert len(patches.in_batches_of(1)) == 1
     even = from_iterable(cases.batches("llama", rows=6), "even")
     assert [len(item["input_ids"]) for item in even.in_batches_of(4)] == [4, 2]
     assert even.in_batches_of(4).fingerprint == even.fingerprint

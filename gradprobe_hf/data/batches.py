@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -67,24 +68,25 @@ class Batches:
         return max((rows.shape[1] for rows in ids), default=1)
 
     def in_batches_of(self, size: int) -> Batches:
-        """The same rows, `size` at a time; unchanged if rows of different batches cannot be stacked."""
-        first = self.items[0]
-        alike = all(
-            list(item) == list(first)
-            and all(isinstance(v, Tensor) and v.shape[1:] == first[name].shape[1:] for name, v in item.items())
-            for item in self.items
-        )
-        # Images may come as patches of all rows in one tensor, which belong to no row by their position.
-        if not alike or any(len({value.shape[:1] for value in item.values()}) > 1 for item in self.items):
-            return self
-        rows = {name: torch.cat([item[name] for item in self.items]).split(size) for name in first}
-        items = tuple(dict(zip(rows, parts, strict=True)) for parts in zip(*rows.values(), strict=True))
-        return replace(self, items=items)
+        """The same rows, at most `size` at a time, in the same order.
+
+        Only those that lie next to each other and are padded to one length are stacked, and what belongs to no row by
+        its position, patches of all images in one tensor say, stays in one batch.
+        """
+        items = list[dict[str, Any]]()
+        for _, alike in groupby(self.items, _row_shapes):
+            same = list(alike)
+            if _row_shapes(same[0]) is None:
+                items += same
+                continue
+            rows = {name: torch.cat([item[name] for item in same]).split(size) for name in same[0]}
+            items += [dict(zip(rows, parts, strict=True)) for parts in zip(*rows.values(), strict=True)]
+        return replace(self, items=tuple(items))
 
     def halves(self, seed: int) -> tuple[Batches, Batches]:
         """Two parts without a row in common, drawn by the seed: one to choose by, one to report on.
 
-        Rows are dealt out; where those of different batches cannot be stacked, whole batches.
+        Rows are dealt out; where it cannot be told which they are, whole batches.
 
         Raises:
             ValueError: there are no two of them.
@@ -150,6 +152,15 @@ class Batches:
             **({"mixed_ids": list(self.mixed_ids)} if self.mixed_ids else {}),
             **({"example": self.example} if self.example is not None else {}),
         }
+
+
+def _row_shapes(item: Mapping[str, Any]) -> list[tuple[str, torch.Size, torch.dtype]] | None:
+    """Of each tensor of a batch what one row has of it; None where it cannot be told which rows these are."""
+    if not all(isinstance(value, Tensor) and value.ndim for value in item.values()):
+        return None
+    if len({len(value) for value in item.values()}) != 1:
+        return None
+    return [(name, value.shape[1:], value.dtype) for name, value in item.items()]
 
 
 def shared_rows(a: Batches, b: Batches) -> int:

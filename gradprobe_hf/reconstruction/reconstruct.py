@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from gradprobe_hf.config.config import GradProbeConfig
@@ -25,6 +26,7 @@ from gradprobe_hf.model.fsdp import resharded
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.passes.block_cache import BlockOutputCache
 from gradprobe_hf.model.passes.routing import routed
+from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target, block_biases, block_vectors
 from gradprobe_hf.probe.maps.attachment import blocks_in_order, instrumented, serving
 from gradprobe_hf.probe.maps.serving import ServedWeights
@@ -67,8 +69,12 @@ class Reconstructed:
 
 
 def reconstruction_passes(config: GradProbeConfig) -> int:
-    """Forward passes over the calibration data: each block for H, for what it hands on, and maybe as it was."""
-    return 3 if config.dense_target or config.refinement_row.dense_target else 2
+    """Forward passes over the calibration data: each block for H, for what it hands on, and maybe as it was.
+
+    A block that is trained and loses experts is run once more, with all of them on what it is given.
+    """
+    again = config.refines and config.drops_experts
+    return (3 if config.dense_target or config.refinement_row.dense_target else 2) + again
 
 
 @torch.no_grad()
@@ -146,9 +152,15 @@ class _Walk:
         Where blocks are trained, what the whole block is called with and should return, too.
         """
         model, config, dense = self.task.work.model, self.task.config, self.dense
-        left = []
+        left, is_collecting = [], True
+        has_routes = any(router.startswith(f"{block}.") for router in self.task.routes)
+
+        def add(target: Target, site: Site, inputs: Tensor) -> None:
+            if is_collecting:
+                collected.add(target, site, inputs)
+
         with ExitStack() as stack:
-            on_input = collected.add if config.updates else None
+            on_input = add if config.updates else None
             stack.enter_context(resharded(model))
             stack.enter_context(instrumented(model, inside, ServedWeights(), on_input=on_input))
             if config.refines:
@@ -163,6 +175,10 @@ class _Walk:
                     with routed(model, self.task.routes):
                         self.pruned.run(number, block)
                 if config.refines:
+                    if has_routes:  # what is recorded is the block as it was, with all its experts
+                        is_collecting = False
+                        self.pruned.run(number, block)
+                        is_collecting = True
                     examples.take(step.batch)
         if dense is not None:
             dense.finish([block], left)
