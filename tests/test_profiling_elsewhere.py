@@ -255,9 +255,16 @@ def test_only_what_nobody_misses_is_looked_into():
     rows = iter([torch.zeros(3, 2), torch.zeros(3, 2)])
     assert contents_of(rows) is None
     assert len(list(rows)) == 2
-    for odd in (np.zeros((3, 2)), SimpleNamespace(x=torch.zeros(3)), object(), None, [], {}):
+    rows = [torch.zeros(5)] * 3  # as `collate_fn=list` leaves them
+    for odd in (rows, np.zeros((3, 2)), SimpleNamespace(x=torch.zeros(3)), object(), None, [], {}):
         assert contents_of(odd) is None
-    for plain in (torch.zeros(3, 2), [torch.zeros(3, 2), 1], (torch.tensor(1), torch.zeros(3)), {"x": torch.zeros(3)}):
+    for plain in (
+        torch.zeros(3, 2),
+        [torch.zeros(3, 2), 1],
+        (torch.tensor(1), torch.zeros(3)),
+        (torch.zeros(3, 2), torch.zeros(3)),
+        {"x": torch.zeros(3)},
+    ):
         assert contents_of(plain).samples == 3
 
 

@@ -15,6 +15,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.profiling import ProfileCallback, ProfileReport, Schedule, profiled
 from gradprobe_hf.profiling.fixing.changes import CHANGES
+from gradprobe_hf.profiling.observing.call_watch import _Called, _cast, _waits
 from gradprobe_hf.profiling.observing.modules import ModuleWatch
 from gradprobe_hf.profiling.script import profile_script
 from gradprobe_hf.training import SelectiveUpdateCallback, attached
@@ -249,6 +250,139 @@ def test_shares_of_modules_are_of_all_of_them():
     watch.start([layers])
     layers(torch.ones(2, 8))
     watch.stop()
+    assert not watch.times(), "the step has not come to its end"
+    watch.keep()
     *shown, others = watch.times()
     assert (len(shown), others.name, others.kind, others.count) == (20, "(others)", "5 more", 5)
     assert sum(one.seconds for one in watch.times()) == pytest.approx(sum(watch._seconds.values()))
+
+
+def test_no_mark_is_compiled_with_a_function_that_calls_the_model():
+    """An error of the loop's where the graph has to be whole, and graph breaks and compilations of the marks."""
+    net = planted.Net()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def loss_of(x):
+        return net(x).square().mean()
+
+    report = watched(net, loss_of, model=net)
+    assert not report.observation.graph_breaks
+    torch._dynamo.reset()
+
+
+def test_a_run_that_ends_within_a_located_step_has_its_report(tmp_path):
+    net, steps = planted.Net(), SHORT.warmup + SHORT.timed + SHORT.traced
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def loop():
+        with profiled(net, schedule=SHORT, save=tmp_path / "report.md"):
+            for step in range(steps + 1):
+                loss = net(torch.rand(64, planted.WIDTH)).square().mean()
+                if step == steps:
+                    raise ValueError("the loop's own")
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(ValueError, match="the loop's own"):
+        loop()
+    assert "A step takes" in (tmp_path / "report.md").read_text()
+
+
+def test_of_several_optimizers_the_slow_one_is_named_with_its_own_tensors():
+    few, many = nn.Linear(8, 8), nn.Sequential(*(nn.Linear(8, 8) for _ in range(30)))
+    first, second = torch.optim.AdamW(few.parameters(), fused=True), torch.optim.Adam(many.parameters(), foreach=False)
+    with profiled(nn.ModuleList([few, many]), schedule=SHORT) as profiler:
+        while not profiler.done:
+            many(few(torch.rand(4, 8))).square().mean().backward()
+            second.step()
+            first.step()
+            second.zero_grad()
+            first.zero_grad()
+    (found,) = (one for one in profiler.report().findings if one.kind == "optimizer")
+    assert "Adam steps 60 tensors one after the other" in found.evidence
+    assert "with the other 1 optimizers" in found.evidence
+
+
+def test_a_hook_of_ones_own_behind_the_last_step_is_called():
+    """The watch's own was removed while torch went through all of them."""
+    called, net = [], planted.Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with profiled(net, schedule=SHORT) as profiler:
+        handle = torch_optimizer.register_optimizer_step_post_hook(lambda *_: called.append(1))
+        for _ in range(SHORT.steps + 2):
+            net(torch.rand(64, planted.WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.remove()
+        assert profiler.done
+        assert not torch_optimizer._global_optimizer_post_hooks, "removed with the next pass"
+    assert len(called) == SHORT.steps + 2
+
+
+def test_norms_are_seen_behind_one_in_front_of_backward():
+    net = planted.Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with profiled(net, schedule=SHORT) as profiler:
+        while not profiler.done:
+            x = torch.rand(64, planted.WIDTH)
+            net(x / x.norm()).square().mean().backward()
+            for parameter in net.parameters():
+                parameter.grad.norm()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert sum(one.count for one in profiler.report().observation.calls if one.kind == "norm") > 1
+
+
+def test_what_is_written_to_is_no_constant():
+    net = planted.Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with profiled(net, schedule=SHORT) as profiler:
+        while not profiler.done:
+            x = torch.full((64, planted.WIDTH), -1.0)
+            x[:, 0] = torch.rand(64)
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "constant" not in {one.kind for one in profiler.report().observation.calls}
+
+
+class Packed(torch.utils.data.IterableDataset):
+    """Reads another loader, as data sets that pack do."""
+
+    def __iter__(self):
+        while True:
+            yield from DataLoader(planted.Rows(), 8)
+
+
+def test_a_loader_inside_of_another_is_no_second_one():
+    net = planted.Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with profiled(net, schedule=SHORT) as profiler:
+        for batch in DataLoader(Packed(), batch_size=None):
+            net(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if profiler.done:
+                break
+    seen = profiler.report().observation
+    assert seen.contents.samples == 8 * seen.contents.steps
+    assert [one.dataset for one in seen.loaders] == ["Packed"]
+
+
+class OnAnAccelerator:
+    is_on_accelerator = True
+
+
+@pytest.mark.parametrize(("waits", "tensor"), [(False, torch.ones(2)), (True, torch.ones(2, device="meta"))])
+def test_reading_what_is_on_the_cpu_waits_for_no_accelerator(waits, tensor):
+    assert bool(_waits(OnAnAccelerator(), _Called("synchronization", ".tolist()", (tensor,), []))) is waits
+    beside = _Called("cast", ".to", (torch.ones(2, device="meta"),), torch.ones(2), is_waited_for=False)
+    assert _cast(OnAnAccelerator(), beside) is None
+
+
+def test_a_module_that_is_half_made_ends_no_loop():
+    half = nn.Module.__new__(nn.Module)
+    net = planted.Net()
+    assert watched(net, lambda x: net(x).square().mean()).step_seconds
+    assert not vars(half)

@@ -59,9 +59,11 @@ class ProfileCallback(TrainerCallback):
         """Observe no more. Harmless at any time."""
         if ProfileCallback._watching is self:
             ProfileCallback._watching = None
-        if self._recorder is not None and self._recorder.phase is not None:
-            self._recorder.stop()
-            self._write()
+        if self._recorder is not None:
+            was_watching = not self._recorder.done
+            self._recorder.stop()  # behind its last step, too: it may have left its hooks until now
+            if was_watching:
+                self._write()
 
     def __enter__(self) -> Self:
         return self

@@ -163,7 +163,9 @@ class ProfileReport:
                 else "no step of a torch.optim optimizer was seen. In a loop without one, use "
                 "gradprobe_hf.profiling.profiled(model) and call .step() at the end of each step"
             )
-            return [f"Nothing was measured: {why}."]
+            if seen.run:
+                why = "this way to prune takes no gradient, and the steps that are looked into are batches of a probe"
+            return [f"No step was measured: {why}." if seen.run else f"Nothing was measured: {why}."]
         of = "batch of a probe" if seen.run else "step"
         lines.append(
             f"A {of} takes {_ms(seconds['mean'])} on {seen.device} ({_ms(seconds['min'])} to {_ms(seconds['max'])}, "

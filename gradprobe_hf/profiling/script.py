@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from accelerate.utils.memory import clear_device_cache
+
 from gradprobe_hf.profiling.as_main import Observed, as_main
 from gradprobe_hf.profiling.fixing.batch_sizes import BatchSizes, expanded, try_batch_sizes, unknown_room, with_gains
 from gradprobe_hf.profiling.fixing.changes import LARGEST
@@ -77,6 +79,7 @@ def fix_script(
         rounds: how often each is tried.
     """
     seen, sizes = report.observation, BatchSizes((), "")
+    clear_device_cache(garbage_collection=True)  # of the run before, in this process: the trials have what is left
     runs = in_processes(path, arguments, schedule)
     if LARGEST in names:
         try:

@@ -69,9 +69,9 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {path}: name a file, in a folder that exists.")
     report, interrupted, code = _PROFILES[options.what](options)
     if is_main_process():
+        print_profile(report)  # first: a disk may be full
         for name, path in reports.items():
             path.write_text(getattr(report, name)(), encoding="utf-8")
-        print_profile(report)
     if interrupted:
         raise KeyboardInterrupt("the report is of what was seen until then")
     if code:

@@ -20,13 +20,14 @@ def _one_by_one(seen: Observation) -> list[Finding]:
     seconds, total = seen.stages["optimizer"], sum(seen.stages.values())
     how = "fused=True" if setup.has_fused else "foreach=True"
     named = "; in TrainingArguments optim='adamw_torch_fused'" if setup.optimizer == "AdamW" and setup.has_fused else ""
+    all_of_them = "in all" if setup.optimizers == 1 else f"with the other {setup.optimizers - 1} optimizers"
     return [
         finding(
             "optimizer",
             setup.stepped_at,
             seconds / total,
             f"{setup.optimizer} steps {setup.tensors or 'its'} tensors one after the other, "
-            f"{milliseconds(seconds / len(seen.timed))} in all; a part of that can be had",
+            f"{milliseconds(seconds / len(seen.timed))} {all_of_them}; a part of that can be had",
             f"torch.optim.{setup.optimizer}(..., {how}){named}",
         )
     ]

@@ -117,8 +117,9 @@ class _Trials:
             return Fix(name, "", (), None, "", self.failed.get(name, "interrupted before its turn"), row.remedy)
         done = ", ".join(dict.fromkeys(found[0].changed.done))
         loss = _losses(found) if row.same_batches else "other batches: not comparable step by step"
+        memory = [one.memory for one in found if one.memory is not None]
         return Fix(
-            name, done, tuple(one.gain for one in found), median(one.memory for one in found), loss, None, row.remedy
+            name, done, tuple(one.gain for one in found), median(memory) if memory else None, loss, None, row.remedy
         )
 
 
@@ -135,8 +136,10 @@ class _Beside:
         return _rate(self.changed) / fmean([_rate(self.before), _rate(self.after)])
 
     @property
-    def memory(self) -> float:
-        return self.changed.memory / max(self.before.memory, self.after.memory)
+    def memory(self) -> float | None:
+        """None of a script that allocates nothing on the device that is looked at."""
+        unchanged = max(self.before.memory, self.after.memory)
+        return self.changed.memory / unchanged if unchanged else None
 
 
 def in_processes(script: str, arguments: Sequence[str], schedule: Schedule) -> Runs:

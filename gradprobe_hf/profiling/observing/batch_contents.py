@@ -25,7 +25,7 @@ def contents_of(batch: Any, has_decoder: bool = False) -> Contents | None:
         else:  # an iterator is its user's to draw from, and of anything else it is not known what that would do
             values = [batch] if isinstance(batch, Tensor) else list(batch) if isinstance(batch, (list, tuple)) else []
         first = next((one for one in values if isinstance(one, Tensor) and one.ndim), None)
-        if first is None:
+        if first is None or (not isinstance(batch, Mapping) and _may_be_rows(values)):
             return None
         named = batch if isinstance(batch, Mapping) else {}
         ids, mask = named.get("input_ids"), named.get("attention_mask")
@@ -39,6 +39,12 @@ def contents_of(batch: Any, has_decoder: bool = False) -> Contents | None:
             tokens += written.numel()
             padding = None if padding is None else padding + int(written.eq(IGNORED).sum())
         return Contents(1, len(first), tokens, padding)
+
+
+def _may_be_rows(values: list[Any]) -> bool:
+    """Whether tensors of a list may be rows, one each, and not columns: they are all alike."""
+    kinds = [(one.dtype, one.shape[1:]) for one in values if isinstance(one, Tensor) and one.ndim]
+    return len(kinds) > 1 and len(set(kinds)) == 1
 
 
 def added(batches: list[Contents], steps: int, processes: int = 1) -> Contents | None:

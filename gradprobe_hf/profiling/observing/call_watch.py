@@ -34,13 +34,12 @@ _SYNCHRONIZATIONS = {
     Tensor.__index__: "an index that is a tensor",
 }
 _PRINTS = {Tensor.__repr__: "a tensor as text", Tensor.__format__: "a tensor in an f-string"}
-# Not zeros, ones and empty: these are made to be written to.
+# Not zeros, ones, full and empty: these are made to be written to.
 _CONSTANTS = {
     torch.triu: "triu",
     Tensor.triu: "triu",
     torch.tril: "tril",
     Tensor.tril: "tril",
-    torch.full: "full",
     torch.arange: "arange",
     torch.eye: "eye",
     torch.linspace: "linspace",
@@ -154,11 +153,12 @@ class CallWatch(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         start = time.perf_counter()
         result = function(*args, **(kwargs or {}))
-        self._note(*watched, args, result, time.perf_counter() - start)
+        is_waited_for = not (kwargs or {}).get("non_blocking", False)
+        self._note(*watched, args, result, time.perf_counter() - start, is_waited_for)
         return result
 
-    def _note(self, kind: CallKind, what: str, args: Any, result: Any, seconds: float) -> None:
-        called = _Called(kind, what, args, result)
+    def _note(self, kind: CallKind, what: str, args: Any, result: Any, seconds: float, is_waited_for: bool) -> None:
+        called = _Called(kind, what, args, result, is_waited_for=is_waited_for)
         judged = _JUDGES[kind](self, called) if kind in _JUDGES else called
         if judged is None:
             return
@@ -177,11 +177,15 @@ class CallWatch(TorchFunctionMode):
     def is_trained(self, tensor: Any) -> bool:
         """A parameter that is stepped, or its gradient."""
 
-        def stepped() -> list[Tensor]:
-            parameters = self._trained.parameters()
-            return [*parameters, *(one.grad for one in parameters if one.grad is not None)]
+        parameters = self._trained.parameters()
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        # Asked for in front of backward, too, there are none yet.
+        return self._is_in(f"trained, {len(gradients)} gradients", lambda: [*parameters, *gradients], tensor)
 
-        return self._is_in("trained", stepped, tensor)
+    @property
+    def is_on_accelerator(self) -> bool:
+        """Whether the run computes on one: what it reads of a CPU's tensors waits for nothing then."""
+        return any(not one.is_cpu for one in self._trained.weights()[:1])
 
     def is_weight(self, tensor: Any) -> bool:
         """A parameter or buffer of the model."""
@@ -222,6 +226,13 @@ class _Called:
     args: Any
     result: Any
     detail: str = ""
+    is_waited_for: bool = True  # not of a copy that goes on beside
+
+
+def _waits(watch: CallWatch, call: _Called) -> _Called | None:
+    read = call.args[0] if call.args else None
+    is_there = isinstance(read, Tensor) and read.is_cpu and watch.is_on_accelerator
+    return None if is_there or not call.is_waited_for else call
 
 
 def _norm(watch: CallWatch, call: _Called) -> _Called | None:
@@ -239,7 +250,7 @@ def _cast(watch: CallWatch, call: _Called) -> _Called | None:
     if not isinstance(source, Tensor) or not isinstance(result, Tensor):
         return None
     if result.is_cpu and not source.is_cpu:
-        return replace(call, kind="synchronization", what='.to("cpu")')
+        return None if not call.is_waited_for else replace(call, kind="synchronization", what='.to("cpu")')
     if source.dtype == result.dtype or not watch.is_weight(source):
         return None
     return replace(call, detail=f"{_short(source.dtype)} to {_short(result.dtype)}, {tuple(source.shape)}")
@@ -261,6 +272,7 @@ def _softmax(_: CallWatch, call: _Called) -> _Called | None:
 
 
 _JUDGES: dict[CallKind, Callable[[CallWatch, _Called], _Called | None]] = {
+    "synchronization": _waits,
     "norm": _norm,
     "zeroing": _zeroing,
     "cast": _cast,

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from gradprobe_hf.profiling.observing.observation import ModuleTime
@@ -30,6 +31,7 @@ class ModuleWatch:
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._count: Counter[tuple[str, str]] = Counter()
         self.recomputed = 0.0
+        self._of_step: list[tuple[tuple[str, str] | None, float]] = []  # None: computed again in backward
         self.rests = False  # whether what runs is no part of a step
 
     def start(self, models: list[nn.Module]) -> None:
@@ -46,6 +48,20 @@ class ModuleWatch:
             handle.remove()
         self._handles.clear()
 
+    def keep(self) -> None:
+        """The step has come to its end: what was seen in it counts."""
+        for key, seconds in self._of_step:
+            if key is None:
+                self.recomputed += seconds
+            else:
+                self._seconds[key] += seconds
+                self._count[key] += 1
+        self._of_step.clear()
+
+    def drop(self) -> None:
+        """What was seen in the step does not count."""
+        self._of_step.clear()
+
     def times(self) -> tuple[ModuleTime, ...]:
         """The dearest first; the last one stands for all others, so that the seconds are those of all."""
         rows = sorted(self._seconds, key=lambda key: (-self._seconds[key], key))
@@ -56,10 +72,14 @@ class ModuleWatch:
         return tuple(found)
 
     def _enter(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():  # of a function that calls the model: hooks would be compiled with it
+            return
         self._stack().append([time.perf_counter(), 0.0])
 
     def _leave(self, key: tuple[str, str]) -> Callable[..., None]:
         def leave(*_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             stack = self._stack()
             if not stack:
                 return
@@ -69,11 +89,7 @@ class ModuleWatch:
                 stack[-1][1] += seconds
             if self.rests:
                 return
-            if self._in_backward():
-                self.recomputed += seconds - inside
-            else:
-                self._seconds[key] += seconds - inside
-                self._count[key] += 1
+            self._of_step.append((None if self._in_backward() else key, seconds - inside))
 
         return leave
 

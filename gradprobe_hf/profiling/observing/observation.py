@@ -114,7 +114,9 @@ class Setup:
     """How a run is set up, as its warm-up shows.
 
     Attributes:
-        optimizer: the class of the first that steps; None: none was seen.
+        optimizer: the class of the one that steps, of several the one with the most tensors that it steps one by one;
+            None: none was seen.
+        optimizers: how many step.
         steps_by: how it steps its tensors: "fused", "foreach", "one by one"; None: it does not say.
         has_fused: whether its class can be fused.
         stepped_at: the line that steps it.
@@ -141,6 +143,7 @@ class Setup:
     without_optimizer: tuple[str, ...] = ()
     wasted_bytes: int = 0
     leaves_out_gradients: bool = False
+    optimizers: int = 1
     float32_products: str | None = None
 
 

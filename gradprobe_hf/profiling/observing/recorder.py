@@ -106,7 +106,7 @@ class Recorder:
         self._processes = 1
         self._missing: dict[str, str] = {}
         self._device = "cpu"
-        self._complete = False
+        self._complete = self._is_over = self._in_step = False
 
     def start(self) -> None:
         """Begin with the warm-up."""
@@ -134,9 +134,12 @@ class Recorder:
             self._mark_forward(self._models)
 
     def saw(self, batch: Any) -> None:
-        """A batch that no data loader handed out."""
-        looks = self.phase in ("warmup", "located")
-        self._ahead.append(contents_of(batch, self._has_decoder) if looks else None)
+        """A batch of this step that no data loader handed out."""
+        self._step_contents.append(self._contents_of(batch))
+
+    def _contents_of(self, batch: Any) -> Contents | None:
+        """None in a phase that looks into none, too."""
+        return contents_of(batch, self._has_decoder) if self.phase in ("warmup", "located") else None
 
     @property
     def located_seconds(self) -> tuple[float, ...]:
@@ -153,6 +156,8 @@ class Recorder:
             self._begins.clear()
             self._memory.clear()
             self._setup_watch.begin_again()
+            self._modules = ModuleWatch(lambda: self.clock.in_backward)
+            self._trace, self._missing = StepTrace(), {}
             self._steps_with_contents = self._evaluations = 0
             self._open("warmup")
 
@@ -263,6 +268,7 @@ class Recorder:
             self._waits += self._step_waits
         elif phase == "located":
             self._calls.append(self._watch.cut())
+            self._modules.keep()
         if not self._takes_passes:  # they are not seen of a model that is compiled: as fetched
             self._take(len(self._ahead))
         # The first step of all may have fetched more than its own batches. A batch that was fetched ahead, in a phase
@@ -282,6 +288,7 @@ class Recorder:
         self._is_spoiled = self._takes_passes = False
         self._there_before = len(self._ahead)
         self._loaders.begin_step()
+        self._modules.drop()
         self._watch.cut()
         self.clock.cut()
         self._began = time.perf_counter()
@@ -294,8 +301,9 @@ class Recorder:
         if following < len(_ORDER) and self._can_open(_ORDER[following]):
             self._open(_ORDER[following])
             return
-        self.stop()
-        self._complete = True
+        self._complete = self._is_over = True
+        if not self._in_step:  # torch goes through its hooks of a step right now
+            self.stop()
         if self._finished is not None:
             self._finished()
 
@@ -356,6 +364,9 @@ class Recorder:
         return None if seconds is None else _share(seconds, self._seconds["traced"])
 
     def _waited(self, wait: Wait, batch: Any, iterator: Any) -> None:
+        if self._is_over:
+            self.stop()
+            return
         if not self.clock.is_mine:  # what a step waits for that thread is "other", and which step has the batch unknown
             self._missing |= dict.fromkeys(("data loading", "padding"), _BESIDE)
             self._step_waits.append(replace(wait, seconds=0.0))
@@ -363,9 +374,11 @@ class Recorder:
         self._loaders.fetched(iterator, wait.processes)
         self._step_waits.append(wait)
         if self._loaders.is_own:
-            self.saw(batch)
+            self._ahead.append(self._contents_of(batch))
 
     def _pass_begins(self) -> None:
+        if self._is_over:
+            self.stop()
         self._calls_seen = True
         if self.phase is None:
             return
@@ -429,8 +442,15 @@ class Recorder:
             self._setup_watch.note(optimizer)
         if self.phase in ("warmup", "located") and optimizer is self._optimizer:
             self._setup_watch.note_norm(optimizer)
+        if self.phase not in (None, "warmup") and self._setup is not None and self._setup_watch.is_new(optimizer):
+            # What the warm-up took for gradients that nobody steps may be its own.
+            self._setup = replace(self._setup, without_optimizer=(), wasted_bytes=0)
         if optimizer is self._optimizer and not self._says_steps_itself:
-            self._end_step()
+            self._in_step = True
+            try:
+                self._end_step()
+            finally:
+                self._in_step = False
 
     def _count_steps_of(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

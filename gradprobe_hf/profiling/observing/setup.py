@@ -25,8 +25,8 @@ _NAMES = 5  # of parameters that are named
 class SetupWatch:
     """Looks at each optimizer step of the warm-up, while the gradients are still there."""
 
-    _first: Optimizer | None = None
-    _place: Place | None = None
+    _seen: dict[int, tuple[Optimizer, Place | None]] = field(default_factory=dict)  # by id, in their order
+    _noted: set[int] = field(default_factory=set)  # ids of these, also when they are gone
     _leaves_out: bool = False
     _stepped: dict[int, Tensor] = field(default_factory=dict)
     _with_gradient: set[int] = field(default_factory=set)
@@ -52,13 +52,24 @@ class SetupWatch:
         self._norms.clear()
 
     def note(self, optimizer: Optimizer) -> None:
-        if self._first is None:
-            self._first, self._place = optimizer, place_of(sys._getframe(1), any_call=True)
+        if id(optimizer) not in self._seen:
+            self._seen[id(optimizer)] = optimizer, place_of(sys._getframe(1), any_call=True)
+            self._noted.add(id(optimizer))
         self._leaves_out |= leaves_out_gradients(optimizer)
         for parameter in parameters_of(optimizer):
             self._stepped[id(parameter)] = parameter
             if parameter.grad is not None:
                 self._with_gradient.add(id(parameter))
+
+    def is_new(self, optimizer: Optimizer) -> bool:
+        """Whether it has taken no step in the warm-up."""
+        return id(optimizer) not in self._noted
+
+    def _told_of(self) -> tuple[Optimizer | None, Place | None]:
+        """The optimizer that a report names: of several the one with the most tensors that it steps one by one."""
+        one_by_one = [found for found in self._seen.values() if _steps_by(found[0]) == "one by one"]
+        most = max(one_by_one, key=lambda found: len(parameters_of(found[0])), default=None)
+        return most or next(iter(self._seen.values()), (None, None))
 
     def setup(self, models: list[nn.Module]) -> Setup:
         """Of what was seen so far."""
@@ -70,13 +81,15 @@ class SetupWatch:
         ]
         parameters = [parameter for model in models for parameter in model.parameters()]
         wasted = [one for one in parameters if one.grad is not None and id(one) not in self._stepped]
-        wasted = wasted if self._first is not None else []
+        optimizer, place = self._told_of()
+        wasted = wasted if optimizer is not None else []
         return Setup(
-            optimizer=type(self._first).__name__ if self._first is not None else None,
-            steps_by=_steps_by(self._first) if self._first is not None else None,
-            has_fused=self._first is not None and "fused" in self._first.defaults,
-            stepped_at=self._place,
-            tensors=len(self._stepped),
+            optimizer=type(optimizer).__name__ if optimizer is not None else None,
+            steps_by=_steps_by(optimizer) if optimizer is not None else None,
+            has_fused=optimizer is not None and "fused" in optimizer.defaults,
+            stepped_at=place,
+            tensors=len(parameters_of(optimizer)) if optimizer is not None else len(self._stepped),
+            optimizers=len(self._seen),
             asked=_dtype_of(parameters),
             attention=_attention(models),
             float32_products=torch.get_float32_matmul_precision() if _is_on_cuda(parameters) else None,
@@ -89,7 +102,7 @@ class SetupWatch:
 
     def forget(self) -> None:
         """Hold no tensor any more."""
-        self._first = None
+        self._seen.clear()
         self._stepped.clear()
 
 

@@ -110,11 +110,13 @@ def marked_stages(
     """
 
     def before(*_: Any) -> None:
-        clock.enter("optimizer")
+        if not torch.compiler.is_compiling():
+            clock.enter("optimizer")
 
     def after(optimizer: Optimizer, *_: Any) -> None:
-        clock.leave("optimizer")
-        stepped(optimizer)
+        if not torch.compiler.is_compiling():
+            clock.leave("optimizer")
+            stepped(optimizer)
 
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(before).remove)
@@ -148,8 +150,8 @@ def _around_calls(module: nn.Module, before: Callable[[], None], after: Callable
     """Call these around each call of a module, one that raises too."""
     compiled = module._compiled_call_impl
     if compiled is None:
-        first = module.register_forward_pre_hook(lambda *_: before())
-        last = module.register_forward_hook(lambda *_: after(), always_call=True)
+        first = module.register_forward_pre_hook(_unless_compiling(before))
+        last = module.register_forward_hook(_unless_compiling(after), always_call=True)
         try:
             yield
         finally:
@@ -174,6 +176,16 @@ def _around_calls(module: nn.Module, before: Callable[[], None], after: Callable
             module._compiled_call_impl = compiled
 
 
+def _unless_compiling(call: Callable[[], None]) -> Callable[..., None]:
+    """A hook that a function which calls the model, and is compiled, does not take into its graph."""
+
+    def hook(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            call()
+
+    return hook
+
+
 def models_of(optimizer: Optimizer) -> list[nn.Module]:
     """The outermost modules that hold parameters of an optimizer. Takes a walk over all that Python keeps."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -181,7 +193,10 @@ def models_of(optimizer: Optimizer) -> list[nn.Module]:
         found
         for found in gc.get_objects()
         # type(), not isinstance: lazy proxies answer that by importing what they stand for
-        if issubclass(type(found), nn.Module) and any(id(one) in trained for one in found.parameters())
+        if issubclass(type(found), nn.Module)
+        # One that is half made, or was not initialised, has no parameters to ask for.
+        and "_parameters" in vars(found)
+        and any(id(one) in trained for one in found.parameters())
     ]
     inner = {id(child) for holder in holders for child in holder.modules() if child is not holder}
     return [holder for holder in holders if id(holder) not in inner]
@@ -241,6 +256,8 @@ def _marked_loaders(clock: StageClock, waited: Waited) -> Iterator[None]:
 
     @functools.wraps(original)
     def following(self: Any) -> Any:
+        if clock.is_mine and clock.stage == "data loading":  # a data set that reads another loader
+            return original(self)
         clock.leave("optimizer")  # of a step that has failed: no hook is told, and no step fetches a batch
         clock.enter("data loading")
         start = time.perf_counter()

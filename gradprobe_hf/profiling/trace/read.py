@@ -108,7 +108,8 @@ def _steps(events: list[Event]) -> list[Event]:
         # The last one may begin where the loop ends. Any other without an optimizer is of a batch that accumulates.
         is_whole = any(end.is_in(last) for end in ends) or not any(end.is_in(one) for end in ends for one in others)
         return marked if is_whole else others
-    return [Event("step", "", after.thread, before.end, after.end, {}) for before, after in pairwise(ends)]
+    own = [one for one in ends if one.name == ends[0].name]  # each of several optimizers takes a step
+    return [Event("step", "", after.thread, before.end, after.end, {}) for before, after in pairwise(own)]
 
 
 class _Spans:
