@@ -234,11 +234,12 @@ def test_rows_of_unequal_lengths_train_as_in_batches_of_four(short, monkeypatch)
     """A batch of more would be one step, and one that is held out."""
     monkeypatch.setitem(refinement.REFINEMENTS, "blocks", replace(short, windows=4))
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(0, 256, (5 + number % 7,), generator=generator) for number in range(16)]
+    rows = [torch.randint(0, 256, (3 + number % 10,), generator=generator) for number in range(16)]
     found = []
     for size in (4, 8, 16):
         model = cases.build("llama").double().eval()
-        cases.prune(model, ragged(rows, size), apply=True, **BLOCKS)
+        matched = cases.prune(model, ragged(rows, size), apply=True, **BLOCKS).report.refinement
+        assert any(one["kept"] for one in matched.values()), "something was trained"
         found.append(dict(model.named_parameters()))
     for other in found[1:]:
         for name, value in found[0].items():

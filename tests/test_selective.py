@@ -300,26 +300,26 @@ def test_a_choice_that_is_not_beside_the_checkpoint_is_told(tmp_path, caplog):
     assert "has no choice of this callback" in caplog.text
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_step_that_a_scaler_skips_chooses_nothing(fused):
-    """Its first one, as a rule: norms that are no numbers would choose any groups, for `every` steps."""
+def test_gradients_that_are_no_numbers_choose_nothing():
+    """A Trainer tells of steps that its GradScaler skips, the first as a rule: any groups trained for `every` steps."""
     model = cases.build("llama")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with attached(SelectiveUpdateCallback(top_k=1, every=5), model, optimizer) as callback:
-        for factor in (float("inf"), 1.0):
-            scaler.scale(model(**batch()).loss * factor).backward()
-            scaler.unscale_(optimizer)
-            norms = {
-                label: sum(float(p.grad.double().square().sum()) for p in parameters)
-                for label, parameters in callback.members.items()
-            }
-            before = weights(model)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    assert groups_that_moved(callback, before, model) == {max(norms, key=norms.get)}
-    assert callback.counts == {max(norms, key=norms.get): 1}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    callback = SelectiveUpdateCallback(top_k=1, every=5)
+    callback.start(model, optimizer)
+    for callback.step, factor in ((1, float("inf")), (2, 1.0)):
+        (model(**batch()).loss * factor).backward()
+        norms = {
+            label: sum(float(p.grad.double().square().sum()) for p in parameters)
+            for label, parameters in callback.members.items()
+        }
+        callback.before_step()
+        if callback.step == 1:
+            assert not callback.chosen
+            assert all(one.grad is not None for one in model.parameters()), "left to the scaler, which skips the step"
+        optimizer.zero_grad()
+    callback.finish()
+    assert callback.chosen == [max(norms, key=norms.get)]
+    assert callback.counts == {callback.chosen[0]: 1}
 
 
 def test_steps_that_are_counted_elsewhere_cannot_be_reset():

@@ -70,7 +70,7 @@ class GradProbeConfig(ResolvedOptions):
         elif changes.keys() & {*METHOD, "pattern"}:
             values["preset"] = None  # another method may have another name, or none
         # What says how much goes leaves nothing of what the earlier ones, or the defaults, came to.
-        resolved = {"sparsity"} if changes.keys() & {"pattern", "rounds", "structure"} else set()
+        resolved = {"sparsity"} if any(changes.get(name) for name in ("pattern", "rounds", "structure")) else set()
         resolved |= {*METHOD} if changes.get("structure") else set()
         values |= dict.fromkeys(resolved - given)
         values = {name: value for name, value in values.items() if name not in BELONGS} | changes

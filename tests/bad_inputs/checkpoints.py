@@ -100,8 +100,10 @@ CHECKPOINTS = [
     refused(f"evaluate @tokenizer-large --data @plain.txt {_SMALL}", "tokenizer", "260"),
     *each("@quantized", "float8_e4m3fn", "--dtype bfloat16"),
     # quantized weights, as bitsandbytes and GPTQ leave them
-    *each("@stored-4bit", "stored-4bit", "stored quantized", "made from"),
-    *each("@stored-gptq", "stored-gptq", "stored quantized", "made from"),
+    *each("@stored-4bit", "stored-4bit", "stored quantized", "made from")[:1],
+    *each("@stored-4bit", "stored-4bit", "stored quantized", "pip install -U bitsandbytes")[1:],
+    *each("@stored-gptq", "stored-gptq", "stored quantized", "made from")[:1],
+    *each("@stored-gptq", "stored-gptq", "stored quantized", "pip install optimum")[1:],
     # what would be an error about a package that is not there, or about shapes
     *each("@stored-torchao", "stored-torchao", "stored quantized", "made from")[:1],
     *each("@stored-bitnet", "stored-bitnet", "stored quantized", "made from")[:1],

@@ -170,8 +170,10 @@ def load_errors(model_or_id: Any, reading: str = CONFIG_NAME, plain: bool = True
     except MemoryError:
         raise
     except ImportError as error:
-        if "quantiz" not in str(error) or not plain:
+        if "quantiz" not in str(error):
             raise
+        if not plain:
+            raise ImportError(f"{str(model_or_id)!r} is stored quantized: {error}") from error
         # To install what it asks for would only lead to the next error.
         raise ValueError(
             f"{str(model_or_id)!r} is stored quantized, and quantized weights cannot be pruned: name the model that it "
