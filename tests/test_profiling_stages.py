@@ -301,7 +301,7 @@ def test_of_several_optimizers_the_slow_one_is_named_with_its_own_tensors():
             first.zero_grad()
     (found,) = (one for one in profiler.report().findings if one.kind == "optimizer")
     assert "Adam steps 60 tensors one after the other" in found.evidence
-    assert "with the other 1 optimizers" in found.evidence
+    assert "with 1 other optimizer;" in found.evidence
 
 
 def test_a_hook_of_ones_own_behind_the_last_step_is_called():

@@ -20,7 +20,8 @@ def _one_by_one(seen: Observation) -> list[Finding]:
     seconds, total = seen.stages["optimizer"], sum(seen.stages.values())
     how = "fused=True" if setup.has_fused else "foreach=True"
     named = "; in TrainingArguments optim='adamw_torch_fused'" if setup.optimizer == "AdamW" and setup.has_fused else ""
-    all_of_them = "in all" if setup.optimizers == 1 else f"with the other {setup.optimizers - 1} optimizers"
+    others = setup.optimizers - 1
+    all_of_them = f"with {others} other optimizer{'s' * (others > 1)}" if others else "in all"
     return [
         finding(
             "optimizer",
