@@ -54,7 +54,7 @@ def _data_set(dataset_id: str | None, source: str) -> dict[str, Any]:
 
     >>> _data_set("Salesforce/wikitext", "Salesforce/wikitext:wikitext-2-raw-v1:test")["dataset_name"]
     'wikitext (wikitext-2-raw-v1), test'
-    >>> _data_set(None, "a Dataset (sst2)")["dataset_type"], _data_set(None, "pydoc (held out)")["dataset_type"]
+    >>> _data_set(None, "a Dataset (sst2)")["dataset_type"], _data_set(None, "pydoc (held out): topics")["dataset_type"]
     ('Dataset', 'pydoc')
     >>> _data_set(None, "2 texts")["dataset_type"], _data_set(None, "my news.txt")["dataset_type"]
     ('texts', 'my news.txt')
@@ -63,7 +63,7 @@ def _data_set(dataset_id: str | None, source: str) -> dict[str, Any]:
     if dataset_id is None or not 1 <= len(rest) <= 2 or not source.startswith(f"{dataset_id}:"):
         # Of one in memory, "a Dataset (sst2)" or "2 texts", of which the number is no type. A file's name is whole: the
         # Hub's clients hold results of one type for those of one data set.
-        kind = re.fullmatch(r"(?:a |\d+ )?([^\s.:]+)(?: \(.*\))?", source)
+        kind = re.fullmatch(r"(?:a |\d+ )?([^\s.:]+)(?: \([^)]*\))?(?:: .*)?", source)
         return {"dataset_type": dataset_id or (kind[1] if kind else source), "dataset_name": source}
     *config, split = rest
     return {
