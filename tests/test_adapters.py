@@ -176,7 +176,10 @@ def test_a_licence_goes_where_the_weights_of_an_adapter_go(
     card = ModelCard.load(tmp_path / "out" / "README.md").data
     assert (card.license, card.license_name) == (license_, name)
     assert (tmp_path / "out" / "LICENSE").read_text() == f"{of_base} in words"
-    assert (tmp_path / "out" / "adapter" / "LICENSE").read_text() == f"{of_adapter} in words"
+    assert (tmp_path / "out" / "LICENSE-adapter").read_text() == f"{of_adapter} in words"
+    run(tmp_path / "out", apply=False, output_dir=tmp_path / "again")
+    assert (tmp_path / "again" / "LICENSE-adapter").is_file(), "and on"
+    run(adapter, merge_adapters=True, apply=False, output_dir=tmp_path / "out", overwrite=True)
     assert ("the weights are of both" in caplog.text) == (of_adapter not in (of_base, ""))
 
 

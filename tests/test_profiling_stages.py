@@ -239,7 +239,7 @@ def test_gradients_that_a_callback_drops_are_no_finding():
             optimizer.step()
             optimizer.zero_grad()
     report = profiler.report()
-    assert "SelectiveUpdateCallback drops" in report.not_evaluable["parameter without gradient"]
+    assert "SelectiveUpdateCallback drops some" in report.not_evaluable["parameter without gradient"]
     assert "parameter without gradient" not in {one.kind for one in report.findings}
 
 

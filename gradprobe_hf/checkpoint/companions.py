@@ -23,7 +23,6 @@ from gradprobe_hf.model.loading.stored_files import folded_file, folded_into, lo
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 10.0  # seconds for the Hub's answer
-OF_ADAPTER = "adapter"  # the folder of what comes from an adapter that was folded in
 
 
 def copy_companions(folder: Path, model: PreTrainedModel) -> None:
@@ -47,11 +46,10 @@ def copy_companions(folder: Path, model: PreTrainedModel) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(stored, folder / name)
     if (folded := folded_into(model)) is not None:
-        # Into a folder of their own: those of its base may have the same names.
-        for name in filter(is_licence, _beside_adapter(*folded)):
-            if (stored := folded_file(model, name)) is not None:
-                (folder / OF_ADAPTER).mkdir(exist_ok=True)
-                shutil.copyfile(stored, folder / OF_ADAPTER / Path(name).name)
+        for licence in map(Path, filter(is_licence, _beside_adapter(*folded))):
+            if (stored := folded_file(model, licence.name)) is not None:
+                # Those of its base may have the same names.
+                shutil.copyfile(stored, folder / f"{licence.stem}-adapter{licence.suffix}")
 
 
 def _beside_adapter(name: str, where: Mapping[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ _DESCRIPTIONS = (
     r"README(\.(md|txt))?|\.git(attributes|ignore)",
 )
 # What a licence asks to hand on, and what sentence-transformers makes of a model.
-_LICENCES = r"(LICEN[CS]E([-_]\w+)?|NOTICE|USE_POLICY)(\.(md|txt|pdf))?"
+_LICENCES = r"(LICEN[CS]E|NOTICE|USE_POLICY)([-_]\w+)?(\.(md|txt|pdf))?"
 _COMPANIONS = (
     _LICENCES,
     r"modules\.json|config_sentence_transformers\.json|sentence_\w+_config\.json",

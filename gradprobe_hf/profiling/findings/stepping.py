@@ -136,7 +136,7 @@ def _steps_all(seen: Observation) -> str | None:
     if reason := _stepped(seen):
         return reason
     leaves_out = seen.setup is not None and seen.setup.leaves_out_gradients
-    return "SelectiveUpdateCallback drops gradients before each step, others in others" if leaves_out else None
+    return "SelectiveUpdateCallback drops some gradients before each step, not always the same" if leaves_out else None
 
 
 def _says_how(seen: Observation) -> str | None:

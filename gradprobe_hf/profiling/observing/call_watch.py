@@ -177,10 +177,14 @@ class CallWatch(TorchFunctionMode):
     def is_trained(self, tensor: Any) -> bool:
         """A parameter that is stepped, or its gradient."""
 
-        parameters = self._trained.parameters()
-        gradients = [one.grad for one in parameters if one.grad is not None]
-        # Asked for in front of backward, too, there are none yet.
-        return self._is_in(f"trained, {len(gradients)} gradients", lambda: [*parameters, *gradients], tensor)
+        def stepped() -> list[Tensor]:
+            parameters = self._trained.parameters()
+            return [*parameters, *(one.grad for one in parameters if one.grad is not None)]
+
+        if self._is_in("trained", stepped, tensor):
+            return True
+        self._addresses.pop("trained", None)  # asked for in front of backward, where there are no gradients yet
+        return self._is_in("trained", stepped, tensor)
 
     @property
     def is_on_accelerator(self) -> bool:
