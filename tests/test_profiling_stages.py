@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import OrderedDict
 
 import pytest
@@ -15,9 +16,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.profiling import ProfileCallback, ProfileReport, Schedule, profiled
 from gradprobe_hf.profiling.fixing.changes import CHANGES
+from gradprobe_hf.profiling.observing import recorder
 from gradprobe_hf.profiling.observing.call_watch import _Called, _cast, _waits
 from gradprobe_hf.profiling.observing.modules import ModuleWatch
 from gradprobe_hf.profiling.script import profile_script
+from gradprobe_hf.runtime.device_time import now
 from gradprobe_hf.training import SelectiveUpdateCallback, attached
 from tests import cases, planted, trainers
 
@@ -101,7 +104,7 @@ def test_a_module_that_is_compiled_in_place():
 def test_gradients_that_are_returned():
     net = planted.Net()
     report = watched(net, lambda x: net(x).square().mean(), by_grad)
-    assert report.shares["backward"] > 0.1
+    assert report.shares["backward"] > 0.01  # it was 0, and how much it is depends on the machine
 
 
 def test_a_pass_that_is_not_seen_is_told():
@@ -115,6 +118,7 @@ def test_a_pass_that_is_not_seen_is_told():
 def test_batches_that_were_there_before_are_no_evaluations_to_come():
     """A step's own passes without gradients, the logits of a reference say, belong to it."""
     net, passes = planted.Net(), []
+    net.layers[0].register_forward_hook(lambda *_: time.sleep(1e-3))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     batches = list(DataLoader(planted.Rows(), 32))[:20]
     with profiled(schedule=Schedule(4, 5, 1, 1)) as profiler:
@@ -126,8 +130,7 @@ def test_batches_that_were_there_before_are_no_evaluations_to_come():
             optimizer.zero_grad()
     seen = profiler.report().observation
     assert seen.complete
-    forward, backward = (seen.stages[name] for name in ("forward", "backward"))
-    assert forward > 2 * backward, "of 21 passes"
+    assert seen.stages["forward"] >= 21e-3 * len(seen.timed), "of 21 passes"
 
 
 CALLED_BACK = """
@@ -386,3 +389,28 @@ def test_a_module_that_is_half_made_ends_no_loop():
     net = planted.Net()
     assert watched(net, lambda x: net(x).square().mean()).step_seconds
     assert not vars(half)
+
+
+def test_a_step_ends_when_the_device_has_come_to_its_end(monkeypatch):
+    """Kernels of a GPU are put in a queue: here a step's take 30 ms, for which only a synchronization waits."""
+    left = []
+
+    def slow(device):
+        assert torch.device(device) == torch.device("cpu")  # where the loop's model is
+        time.sleep(sum(left))
+        left.clear()
+        return time.perf_counter()
+
+    monkeypatch.setattr(recorder, "now", slow)
+    report = planted.train(schedule=SHORT, at_end=lambda _: left.append(0.03))
+    assert len(report.observation.timed) == 4
+    assert min(report.observation.timed) >= 0.03
+
+
+def test_what_is_in_the_queue_of_cuda_is_waited_for(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    before = now("cpu")
+    assert not waited
+    assert now(torch.device("cuda", 1)) > before
+    assert waited == [torch.device("cuda", 1)]

@@ -6,7 +6,6 @@ thrown away.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.accumulation.storage import AccumulatorStorage
 from gradprobe_hf.probe.engine import ProbePass, Workload, run_probe
 from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.runtime.device_time import now
 from gradprobe_hf.runtime.stopwatch import return_free_memory
 from gradprobe_hf.scores.terms import Term
 
@@ -94,11 +94,9 @@ def measured_pass(work: Workload, one: ProbePass) -> MeasuredPass:
     return_free_memory()
     known = begin_peak(device)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else process_bytes()
-    start = time.perf_counter()
+    start = now(device)
     run_probe(work, one)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - start
+    seconds = now(device) - start
     taken = max(0, peak_bytes(device) - before) if known else None
     return MeasuredPass(row_count(batch), work.checkpointing, taken, seconds)
 

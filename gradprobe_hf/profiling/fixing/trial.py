@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -24,6 +23,7 @@ from gradprobe_hf.profiling.observing.batch_contents import contents_of
 from gradprobe_hf.profiling.observing.joined import watching
 from gradprobe_hf.profiling.observing.observation import Observation
 from gradprobe_hf.profiling.observing.stages import StageClock, Wait, marked_stages
+from gradprobe_hf.runtime.device_time import now
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,9 @@ class _Watch:
 
     def _end_step(self) -> None:
         self._steps += 1
+        ended = now(compute_device())
         if self._steps > self.warmup:
-            self.seconds.append(time.perf_counter() - self._since)
+            self.seconds.append(ended - self._since)
         if self._steps == 1:
             begin_peak(compute_device())
         else:
@@ -100,7 +101,7 @@ class _Watch:
         if self.done:
             self.room = _room()
             raise Observed
-        self._since = time.perf_counter()
+        self._since = now(compute_device())
 
     def samples(self) -> float | None:
         known = [one for one in self._samples if one is not None]

@@ -44,6 +44,7 @@ from gradprobe_hf.profiling.observing.stages import (
     watched_passes,
 )
 from gradprobe_hf.profiling.observing.step_trace import StepTrace
+from gradprobe_hf.runtime.device_time import now
 
 Phase = Literal["warmup", "timed", "traced", "located"]
 _ORDER: tuple[Phase, ...] = ("warmup", "timed", "traced", "located")
@@ -250,7 +251,7 @@ class Recorder:
             self._drop_step()
             return
         seconds = self._seconds[self.phase]
-        seconds.append(time.perf_counter() - self._began)
+        seconds.append(now(self._device) - self._began)
         self._keep_step(self.phase, first=len(seconds) == 1)
         self._memory.append(memory_now(self._device))
         self._loaders.end_step()

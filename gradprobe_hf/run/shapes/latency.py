@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from gradprobe_hf.model.passes.patches import eval_mode
 from gradprobe_hf.model.passes.upcast import native_products
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.runtime.device_time import now
 from gradprobe_hf.structures.latency_table import LatencyTable
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
@@ -234,9 +234,9 @@ class _Subject:
         return Timed(read.whole + times * written.whole, read.inside + times * written.inside)
 
     def _timed(self, run: partial[Any]) -> tuple[Any, Timed]:
-        self._inside, begun = 0.0, self._now()
+        self._inside, begun = 0.0, now(self._device)
         output = run()
-        return output, Timed(self._now() - begun, self._inside)
+        return output, Timed(now(self._device) - begun, self._inside)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -246,10 +246,10 @@ class _Subject:
             return
 
         def begin(*_: Any) -> None:
-            self._inside -= self._now()
+            self._inside -= now(self._device)
 
         def end(*_: Any) -> None:
-            self._inside += self._now()
+            self._inside += now(self._device)
 
         hooks = [self._block.register_forward_pre_hook(begin), self._block.register_forward_hook(end)]
         try:
@@ -257,8 +257,3 @@ class _Subject:
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
