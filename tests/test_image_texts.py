@@ -196,6 +196,16 @@ def test_a_text_of_an_image_is_the_same_in_batches_that_are_padded_on_the_left(s
         assert (batch["labels"][:, 1:] != begins).all()
 
 
+def test_a_text_around_an_image_is_whole_whatever_length_is_asked_for(caplog):
+    whole = batches("llava")
+    assert not caplog.records
+    longest = max(batch["input_ids"].shape[1] for batch in whole)
+    asked = batches("llava", length=longest - 1)
+    assert asked.fingerprint == whole.fingerprint
+    assert f"the longest row has {longest} tokens, and sequence_length={longest - 1} is not kept to" in caplog.text
+    assert f"of up to {longest} tokens, none cut" in asked.protocol
+
+
 def test_paths_of_images_beside_texts_are_images(tmp_path):
     path = tmp_path / "a.png"
     CASES["llava"].rows()["image"][0].save(path)

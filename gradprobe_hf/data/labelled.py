@@ -483,7 +483,15 @@ def _cut(items: Sequence[Mapping[str, Any]], reader: RowReader) -> str:
     read = max((item["input_ids"].shape[1] for item in items if "input_ids" in item), default=0)
     if read and pads_to_one_length(reader.config):
         return f", padded to {read} tokens"
-    found = f", cut at {length} tokens" if read == length else ""  # a text around images is never cut
+    if read > length:  # cut, it would have places for images that no pixels belong to
+        logger.warning(
+            "a text around images is never cut: the longest row has %d tokens, and sequence_length=%d is not kept "
+            "to. Smaller images, or batch_size=1, take less memory.",
+            read,
+            length,
+        )
+        return f", of up to {read} tokens, none cut"
+    found = f", cut at {length} tokens" if read == length else ""
     if not reader.config.is_encoder_decoder:
         return found
     written = max(item["labels"].shape[1] for item in items)
