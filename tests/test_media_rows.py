@@ -132,7 +132,7 @@ def test_a_photograph_is_upright_as_pipelines_see_it(tmp_path):
     seen = load_image(str(tmp_path / "photo.png"))
     assert seen.size == (PICTURE.shape[0], PICTURE.shape[1])
     data = (tmp_path / "photo.png").read_bytes()
-    for given in (str(tmp_path / "photo.png"), {"bytes": data}, Image.open(tmp_path / "photo.png"), seen):
+    for given in (str(tmp_path / "photo.png"), {"bytes": data}, data, Image.open(tmp_path / "photo.png"), seen):
         assert np.array_equal(np.asarray(as_image(given)), np.asarray(seen))
 
 

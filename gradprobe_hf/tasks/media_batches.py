@@ -185,6 +185,8 @@ def as_image(value: Any, mode: str = "RGB") -> Image:
 
     if isinstance(value, Mapping):  # as `datasets` stores what is not decoded
         value = io.BytesIO(value["bytes"]) if value.get("bytes") else value.get("path")
+    if isinstance(value, (bytes, bytearray)):  # as a table of Parquet may have them
+        value = io.BytesIO(value)
     if isinstance(value, (list, np.ndarray, Tensor)):  # lists are how a table has arrays
         value = Image.fromarray(_pixels(np.asarray(value)))
     try:
