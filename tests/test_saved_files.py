@@ -23,6 +23,7 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig, compare_pretrained, pr
 from gradprobe_hf.checkpoint import file_sizes
 from gradprobe_hf.checkpoint.companions import copy_companions
 from gradprobe_hf.checkpoint.origin import stored_report
+from gradprobe_hf.checkpoint.push import check_not_read
 from gradprobe_hf.checkpoint.replacing import replacing
 from gradprobe_hf.checkpoint.write import check_destination, check_writable
 from gradprobe_hf.cli.main import main
@@ -558,6 +559,23 @@ def test_the_bases_that_a_card_names(written, found, tmp_path):
     assert bases(tmp_path / "README.md") == found
     assert ("base_model" in base_metadata(str(tmp_path), tmp_path / "README.md")) == bool(found)
     assert bases(None) == []
+
+
+def test_a_snapshot_in_the_cache_is_its_repository(source, tmp_path):
+    """As `snapshot_download` returns it. It was called by its commit, and its base was what its card names."""
+    commit = "0a1b" * 10
+    folder = tmp_path / "models--me--name" / "snapshots" / commit
+    shutil.copytree(source, folder)
+    (folder / "README.md").write_text("---\nlicense: mit\nbase_model: other/before\n---\n")
+    result = prune(str(folder))
+    assert result.report.model["name"] == "me/name"
+    assert result.report.model["commit"] == commit
+    result.save_pretrained(tmp_path / "out")
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (card.data.base_model, card.data.license) == ("me/name", "mit")
+    with pytest.raises(ValueError, match="push_to_hub='Me/name' is a model that is read"):
+        check_not_read("Me/name", result.model)
+    check_not_read("me/name-50", result.model)
 
 
 def test_a_path_that_a_card_names_is_no_base(tmp_path):

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.model.loading.stored_files import loaded_revision, stored_file
 from gradprobe_hf.report.card.base_model import CARD, bases
+from gradprobe_hf.runtime.paths import cached_repository
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ def check_not_read(repo_id: str, model: PreTrainedModel, *other_names: str, revi
         revision: the branch that is pushed to. One that nothing is read from is another place than the main one.
     """
     name = repo_id.casefold()  # to the Hub, Me/Model and me/model are one
-    is_read = name in map(str.casefold, (model.name_or_path, *other_names))
+    read = (cached_repository(one) or one for one in (model.name_or_path, *other_names))
+    is_read = name in map(str.casefold, read)
     is_base = name in map(str.casefold, bases(stored_file(model, CARD, subfolder="")))
     if not (is_read or is_base) or Path(repo_id).is_dir():
         return

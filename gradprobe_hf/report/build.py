@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,7 +27,7 @@ from gradprobe_hf.report.warnings import FinishedRun, warnings_of
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.runtime.paths import folder_name
+from gradprobe_hf.runtime.paths import cached_repository, published_as
 from gradprobe_hf.runtime.row_chunks import row_chunks
 from gradprobe_hf.selection.packed_masks import rows_of
 from gradprobe_hf.structures.removal import Removal
@@ -77,13 +78,16 @@ def build_report(
 
 def published_name(model: PreTrainedModel) -> str:
     """The model's name; of a local folder its own alone: reports are published, and paths tell about the machine."""
-    return folder_name(model.name_or_path) if Path(model.name_or_path).is_dir() else model.name_or_path
+    return published_as(model.name_or_path)
 
 
 def _source(model: PreTrainedModel) -> dict[str, str]:
     """Which of the weights of a repository were read, as far as it is known: `revision`, if one was named, `commit`."""
-    if not is_loaded_here(model) or Path(model.name_or_path).is_dir():
+    if not is_loaded_here(model):
         return {}
+    if Path(model.name_or_path).is_dir():
+        is_snapshot = cached_repository(model.name_or_path) is not None
+        return {"commit": Path(os.path.abspath(model.name_or_path)).name} if is_snapshot else {}
     found = {"revision": loaded_revision(model), "commit": loaded_commit(model)}
     return {name: value for name, value in found.items() if value is not None}
 

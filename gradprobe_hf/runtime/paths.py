@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+# Where huggingface_hub keeps a repository of models: models--me--name/snapshots/COMMIT. No name has "--" in it.
+_CACHED = re.compile(r"models--(.+)")
 # A repository has one slash at most.
 _PATH = re.compile(r"[./~\\]|.*(\\|/.*/|\s)|.*\.(safetensors|bin|pt|pth|gguf|json|ya?ml|txt|jsonl|csv|parquet)$")
 
@@ -26,6 +28,22 @@ def folder_name(path: str | Path) -> str:
     A model that has no name, in memory say, has none here: "" would be the folder that one is in.
     """
     return Path(os.path.abspath(path)).name if str(path) else ""
+
+
+def cached_repository(path: str | Path) -> str | None:
+    """The repository whose snapshot a folder is, in the cache of huggingface_hub: what `snapshot_download` returns.
+
+    >>> cached_repository("/cache/models--me--name/snapshots/0a1b"), cached_repository("/models/me/name")
+    ('me/name', None)
+    """
+    above = Path(os.path.abspath(path)).parent
+    found = _CACHED.fullmatch(above.parent.name) if above.name == "snapshots" else None
+    return found[1].replace("--", "/") if found else None
+
+
+def published_as(name: str) -> str:
+    """What a report calls a model of this name or path: reports are published, and paths tell about the machine."""
+    return cached_repository(name) or folder_name(name) if Path(name).is_dir() else name
 
 
 def expanded(path: Any) -> Any:

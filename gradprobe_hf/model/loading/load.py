@@ -52,7 +52,7 @@ from gradprobe_hf.model.loading.stored_files import cached_commit, remember_fold
 from gradprobe_hf.model.loading.ties import forget_false_ties
 from gradprobe_hf.model.sites import plain_uses
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.runtime.paths import expanded_model, folder_name
+from gradprobe_hf.runtime.paths import expanded_model, published_as
 from gradprobe_hf.runtime.row_chunks import row_chunks
 from gradprobe_hf.runtime.scratch import remove_scratch, scratch_folder
 
@@ -95,7 +95,7 @@ class Loaded:
         gone since."""
         before = _said_before(self.model.config)
         # Reports are published, and paths tell about the machine.
-        adapter = folder_name(self.adapter) if self.adapter and Path(self.adapter).is_dir() else self.adapter
+        adapter = published_as(self.adapter) if self.adapter else self.adapter
         found = {"adapter": adapter, "stored_as": self.stored_as, "structure": before.get("structure")}
         found |= {"converted_from": self.converted_from}
         # A training that does not keep zeros saves the configuration as it was.

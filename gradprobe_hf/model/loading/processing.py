@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -18,7 +17,7 @@ from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PRO
 
 from gradprobe_hf.model.loading.load import SOURCE_KWARGS
 from gradprobe_hf.model.loading.stored_files import stored_file
-from gradprobe_hf.runtime.paths import folder_name
+from gradprobe_hf.runtime.paths import published_as
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ def about_missing_processing(model: PreTrainedModel, processing_class: Any) -> l
     name = model.name_or_path
     if processing_class is not None or not name:
         return []
-    where = folder_name(name) if Path(name).is_dir() else name  # reports are published
+    where = published_as(name)
     return [
         f"No tokenizer or processor was found for {where}, and a checkpoint that is written "
         "has none: put its files beside the model, or give a processing_class."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.model.loading.checks import MODULES
 from gradprobe_hf.model.loading.pooling import is_for_embeddings
 from gradprobe_hf.model.pooler import take_off_pooler
-from gradprobe_hf.runtime.paths import folder_name
+from gradprobe_hf.runtime.paths import published_as
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ def about_unused(
     unused = sorted({*loading["unexpected_keys"], *parts})
     if not unused:
         return ()
-    where = folder_name(name) if Path(name).is_dir() else name  # reports are published
+    where = published_as(name)
     what = "1 weight of {} is none" if len(unused) == 1 else f"{len(unused)} weights of {{}} are none"
     said = f"{what.format(where)} of {type(model).__name__}, and will not be in the result: {_listed(unused)}"
     logger.warning(said)
@@ -106,7 +105,7 @@ def about_pooler(model: PreTrainedModel, name: str, loading: Mapping[str, Any]) 
     """What to say where the class has a pooler that the checkpoint has not: it is taken off, and that is logged."""
     if not take_off_pooler(model, loading["missing_keys"]):
         return ()
-    where = folder_name(name) if Path(name).is_dir() else name
+    where = published_as(name)
     said = f"{where} has no weights of the pooler of {type(model).__name__}, which is left off"
     logger.warning(said)
     return (f"{said}.",)
@@ -120,7 +119,7 @@ def about_dtype(model: PreTrainedModel, name: str, stored: torch.dtype | None) -
     """
     if stored in (None, model.dtype):
         return ()
-    where = folder_name(name) if Path(name).is_dir() else name
+    where = published_as(name)
     files, loaded = (str(one).removeprefix("torch.") for one in (stored, model.dtype))
     said = (
         f"the weights of {where} are stored in {files}, and were loaded in {loaded}, as its config.json says; "

@@ -11,6 +11,8 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
+from gradprobe_hf.runtime.paths import cached_repository
+
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
@@ -21,7 +23,8 @@ _USED_WITH = ("library_name", "pipeline_tag", "tags")
 def base_metadata(name: str, card: Path | None, keeps_use: bool = False) -> dict[str, Any]:
     """`base_model`, `license` and `language` of the model that was pruned, as far as can be told.
 
-    A name is a repository. A folder has no name on the Hub: its card, if there is one, names what it derives from.
+    A name is a repository, and so is its folder in the cache. Another folder has no name on the Hub: its card, if there
+    is one, names what it derives from.
 
     Args:
         card: the file, if it has one.
@@ -29,6 +32,7 @@ def base_metadata(name: str, card: Path | None, keeps_use: bool = False) -> dict
     """
     data = _metadata(card)
     kept = {key: data[key] for key in (*_HANDED_ON, *(_USED_WITH if keeps_use else ())) if data.get(key)}
+    name = cached_repository(name) or name
     if name and Path(name).is_dir():
         # A path, of a card that was written by hand, is nobody else's, and reports are published.
         named = list(filter(_names_repository, names_in(data)))
