@@ -127,6 +127,13 @@ def test_an_adapters_folder_is_its_base_with_the_adapter_folded_in(stored, tmp_p
     assert "the adapter `adapter` was folded into" in str(build_card(dense.report, dense.config, {}, "here"))
 
 
+@pytest.mark.parametrize("device_map", ["disk", {"model": "cpu", "lm_head": "disk"}])
+def test_an_adapter_s_base_on_the_disk_is_refused_before_it_is_loaded(device_map, stored, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(ValueError, match=r"with the adapter '.*adapter': adapters are folded into .* in one piece"):
+        run(stored[1], merge_adapters=True, device_map=device_map)
+
+
 def test_the_subfolder_of_an_adapter_is_not_its_bases(stored, half, tmp_path):
     """Its base's tokenizer was looked for there: a checkpoint without one came of it."""
     shutil.copytree(stored[1], tmp_path / "adapters" / "first")

@@ -11,6 +11,7 @@ import copy
 import json
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +35,10 @@ _AUTO_CLASSES = {  # of the tasks whose base may be stored as something else
 }
 WEIGHTS = "adapter_model.safetensors"
 _OPTION = "merge_adapters=True (--merge-adapters)"
+_IN_ONE_PIECE = (
+    "adapters are folded into a model that is in memory in one piece. Fold them first (PEFT's merge_and_unload), save "
+    "the result, and prune that."
+)
 
 
 @dataclass(frozen=True)
@@ -199,12 +204,15 @@ def merged_copy(model: nn.Module, merge_adapters: bool) -> PreTrainedModel:
     return _merged(copy.deepcopy(model))
 
 
+def check_stays_in_memory(source: AdapterSource, device_map: Any) -> None:
+    """Raise ValueError for a device map that keeps weights of an adapter's base on the disk: before it is loaded."""
+    if device_map == "disk" or (isinstance(device_map, Mapping) and "disk" in device_map.values()):
+        raise ValueError(f"device_map={device_map!r} with the adapter {source.name!r}: {_IN_ONE_PIECE}")
+
+
 def _check_in_memory(model: nn.Module) -> None:
     if is_offloaded(model) or is_sharded(model):
-        raise ValueError(
-            "adapters are folded into a model that is in memory in one piece, and this one is offloaded or sharded. "
-            "Fold them first (PEFT's merge_and_unload), save the result, and prune that."
-        )
+        raise ValueError(f"the model is offloaded or sharded: {_IN_ONE_PIECE}")
 
 
 def _check_switched_on(model: nn.Module) -> None:

@@ -29,6 +29,7 @@ from gradprobe_hf.model.loading.adapters import (
     AdapterSource,
     active_adapters,
     check_mergeable,
+    check_stays_in_memory,
     has_adapters,
     has_file,
     merge_stored,
@@ -161,6 +162,7 @@ def load(
             load_config(name, **_source(from_pretrained_kwargs))  # a name with nothing behind it is an error of its own
             raise ValueError(f"merge_adapters=True has no effect here: {name!r} is no adapter. Leave it out.")
         return _load_checkpoint(name, allow_missing_weights, from_pretrained_kwargs, auto_classes, limits, dequantize)
+    check_stays_in_memory(adapter, from_pretrained_kwargs.get("device_map"))
     base_kwargs = {key: value for key, value in from_pretrained_kwargs.items() if key not in ("revision", "subfolder")}
     if adapter.base_revision is not None:
         base_kwargs["revision"] = adapter.base_revision
