@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import EvalResult, ModelCard, metadata_load
 from transformers import AutoModelForCausalLM
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
@@ -271,6 +271,21 @@ def test_what_is_said_in_a_card_of_somebody_elses_stays(tmp_path):
     check_card(tmp_path)
     add_results(tmp_path, [result])
     assert ModelCard.load(card).data.language == "no"
+    entry = {"task": {"type": "t"}, "dataset": {"name": "ARC 25-shot", "type": "arc", "args": {"num_few_shot": 25}}}
+    theirs = [
+        entry | {"metrics": [{"type": "acc", "value": 50.1}], "source": {"url": "https://a.test", "name": "A"}},
+        {"task": {"type": "t"}, "dataset": {"name": "ARC 0-shot", "type": "arc"}}
+        | {
+            "metrics": [{"type": "acc", "value": 40.2, "stderr": 0.5}],
+            "source": {"url": "https://b.test", "name": "B"},
+        },
+    ]
+    card.write_text(f"---\n{yaml.safe_dump({'model-index': [{'name': 'M', 'results': theirs}]})}---\nTheirs.\n")
+    for value in (0.1, 0.2):  # the second replaces the first
+        add_results(tmp_path, [EvalResult("t", "arc", "ARC", "acc", value)])
+    (model,) = metadata_load(card)["model-index"]
+    new = {"task": {"type": "t"}, "dataset": {"type": "arc", "name": "ARC"}, "metrics": [{"type": "acc", "value": 0.2}]}
+    assert model == {"name": "M", "results": [*theirs, new]}
     acc = {"type": "acc", "value": 0.1}
     model = {"results": [{"task": {"type": "t"}, "dataset": {"type": "d", "name": "d"}, "metrics": [acc]}]}
     two = yaml.safe_dump({"model-index": [model | {"name": "A"}, model | {"name": "B"}]})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import EvalResult, ModelCard, RepoCard
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -279,7 +279,7 @@ def test_a_card_that_cannot_be_written_stays_and_costs_no_result(pruned, evaluat
         Path(path).write_text("---\n")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(ModelCard, "save", on_a_full_disk)
+    monkeypatch.setattr(RepoCard, "save", on_a_full_disk)
     measure = ["--data", "pydoc", "--num-samples", "4", "--sequence-length", 16, "--write-card", "--json"]
     code, out, err = evaluated(folder, *measure)
     assert code == 1

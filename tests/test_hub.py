@@ -420,9 +420,10 @@ def test_a_tokenizer_of_an_earlier_push_is_not_there_beside_the_new_one(hub, use
     old = ["chat_template.jinja", "special_tokens_map.json", "tokenizer.model", "generation_config.json"]
     kept = ["notes.txt", "preprocessor_config.json", "model.gguf", "onnx/model.onnx", "word2vec.model", "vocab.pt"]
     kept += ["q50/spiece.model", "original/tokenizer.model", "vision/model.safetensors"]  # other models' files
+    own = ["gradprobe_config.json", "LICENSE-adapter.txt", "assets/sparsity.png"]  # of the run that had pruned it
     new = {"with": ["model.safetensors", "tokenizer_config.json"], "without": ["model.safetensors"]}
     for name, files in new.items():
-        hub.repositories[f"me/{name}"] = Repository(revisions={"main": dict.fromkeys([*old, *kept], b"old")})
+        hub.repositories[f"me/{name}"] = Repository(revisions={"main": dict.fromkeys([*old, *own, *kept], b"old")})
         (tmp_path / name).mkdir()
         for file in files:
             (tmp_path / name / file).write_text("new")
@@ -450,6 +451,13 @@ def test_an_adapter_on_another_branch_is_no_hindrance_and_one_on_this_branch_is(
     ran = user.run(ADAPTER_SCRIPT, cwd=tmp_path, environment={"HF_TOKEN": TOKEN})
     tuned, *others = ran.stdout.splitlines()
     assert "me/it holds an adapter" in tuned
+    assert "is replaced" not in ran.stderr
+    for name, tag, is_told in (("ours", "gradprobe", False), ("mine", "mine", True)):
+        card = f"---\ntags: [{tag}]\n---\nA card.\n".encode()
+        hub.repositories[f"me/{name}"] = Repository(revisions={"main": {"README.md": card}})
+        script = ADAPTER_SCRIPT.replace("me/it", f"me/{name}")
+        ran = user.run(script, cwd=tmp_path, environment={"HF_TOKEN": TOKEN})
+        assert (f"the card that me/{name} has (README.md) is replaced" in ran.stderr) == is_told
     assert others == ["main me/it", "new me/it"]
 
 
@@ -573,6 +581,9 @@ print(result.push_to_hub("them/public", create_pr=True))
     ran = user.run(script, checkpoint, cwd=tmp_path, environment={"HF_TOKEN": TOKEN})
     assert ran.returncode == 0, ran.stderr
     assert "/them/public/discussions/1" in ran.stdout
+    result = cases.prune(cases.build("llama"), cases.batches("llama"), score="magnitude")
+    with pytest.raises(ValueError, match=r"create_pr=True with revision='branch'"):
+        result.push_to_hub("them/public", create_pr=True, revision="branch")
 
 
 def test_a_gated_model_says_what_to_do(hub, user, tmp_path):

@@ -14,6 +14,7 @@ from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli import main
 from gradprobe_hf.model.loading.load import _stored_as, load, load_model
 from gradprobe_hf.model.loading.processing import is_empty, load_processing_class
+from gradprobe_hf.model.loading.stored_files import stored_weights
 from tests import architectures, cases, labelled
 
 
@@ -110,6 +111,20 @@ def test_weights_that_are_loaded_in_another_type_than_stored_are_said(pieces, tm
     assert f"T{said}" in (out / "README.md").read_text()
     kept = load(base, dtype="float32")
     assert (kept.model.dtype, kept.converted_from, kept.warnings) == (torch.float32, None, ())
+
+
+@pytest.mark.parametrize("pieces", [{}, {"max_shard_size": "4KB"}], ids=["one file", "shards"])
+def test_a_variant_is_what_is_said_of_the_stored_weights(pieces, tmp_path):
+    """Beside it lie the plain ones, which nobody has read."""
+    cases.build("llama").save_pretrained(tmp_path, **pieces)
+    half = cases.build("llama").to(torch.float16)
+    half.save_pretrained(tmp_path, variant="fp16", **pieces)
+    found = load(tmp_path, variant="fp16", dtype="float16")
+    assert (found.converted_from, found.warnings) == (None, ())
+    assert all(".fp16" in path.name for path in stored_weights(found.model))
+    assert stored_weights(found.model)
+    assert load(tmp_path, variant="fp16", dtype="float32").converted_from == "float16"
+    assert load(tmp_path, dtype="float32").converted_from is None
 
 
 @pytest.mark.parametrize("given", [None, "auto", "bfloat16"])

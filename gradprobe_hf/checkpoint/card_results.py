@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, metadata_load
+from huggingface_hub import EvalResult, ModelCard, RepoCard, metadata_load
+from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 
 from gradprobe_hf.report.card.base_model import languages
-from gradprobe_hf.runtime.paths import expanded
+from gradprobe_hf.runtime.paths import expanded, folder_name
 
 # Of one pass over a text: a divergence stands beside the perplexity that was measured with it, or not at all.
 _OF_ONE_PASS = {"perplexity", "kl_divergence", "top1_agreement"}
+_OF_ONE_DATA = ("unique_identifier", "dataset_args", "metric_args", "source_url")
 
 
 def check_card(folder: str | Path) -> None:
@@ -35,13 +38,18 @@ def add_results(folder: str | Path, results: Sequence[EvalResult]) -> None:
     and agreement together. Every other result, the other metadata and the text stay.
     """
     path = expanded(Path(folder)) / "README.md"
-    card = ModelCard.load(path)
-    card.data.language = languages(card.data.language)
-    known = card.data.eval_results or []
-    kept = [one for one in known if not any(_same(one, other) for other in results)]
-    card.data.eval_results = [*kept, *results]
-    if card.data.model_name is None:
-        card.data.model_name = Path(folder).absolute().name
+    card = RepoCard.load(path)  # a ModelCard has one entry of all results on a data set, whoever measured them and how
+    if (language := card.data.get("language")) is not None:
+        card.data["language"] = languages(language)
+    models = card.data.get("model-index") or [{"name": folder_name(expanded(folder)), "results": []}]
+    known = [left for one in models[0]["results"] if (left := _without(one, results)) is not None]
+    for made in eval_results_to_model_index("", list(results))[0]["results"]:
+        of_same = next((one for one in known if _but_metrics(one) == _but_metrics(made)), None)
+        if of_same is None:
+            known.append(made)
+        else:
+            of_same["metrics"] += made["metrics"]
+    card.data["model-index"] = [{**models[0], "results": known}]
     # Beside it first: on a disk that is full, the card would be lost.
     made = path.with_name(f".{path.name}.partial")
     try:
@@ -51,8 +59,23 @@ def add_results(folder: str | Path, results: Sequence[EvalResult]) -> None:
         made.unlink(missing_ok=True)
 
 
+def _without(entry: dict[str, Any], results: Sequence[EvalResult]) -> dict[str, Any] | None:
+    """An entry of a model-index without what is measured anew; None: that is all of it."""
+    _, known = model_index_to_eval_results([{"name": "", "results": [entry]}])
+    kept = [
+        metric
+        for metric, one in zip(entry["metrics"], known, strict=True)
+        if not any(_same(one, other) for other in results)
+    ]
+    return {**entry, "metrics": kept} if kept or not known else None
+
+
+def _but_metrics(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name != "metrics"}
+
+
 def _same(one: EvalResult, other: EvalResult) -> bool:
-    if (one.unique_identifier, one.metric_args) != (other.unique_identifier, other.metric_args):
+    if any(getattr(one, name) != getattr(other, name) for name in _OF_ONE_DATA):
         return False
     if one.metric_args and {one.metric_type, other.metric_type} <= _OF_ONE_PASS:
         return True

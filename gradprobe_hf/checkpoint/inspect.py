@@ -147,7 +147,7 @@ def weight_files(path: Path) -> dict[str, list[str]]:
             return {SAFE_WEIGHTS_NAME: list(handle.keys())}
     if (path / SAFE_WEIGHTS_INDEX_NAME).is_file():
         files: dict[str, list[str]] = {}
-        for name, file in index_of(path).items():
+        for name, file in index_of(path / SAFE_WEIGHTS_INDEX_NAME).items():
             files.setdefault(file, []).append(name)
         if missing := [file for file in files if not (path / file).is_file()]:
             raise ValueError(f"{path} has no {missing[0]}, which its index names; fetch it again.")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from httpx2 import TransportError
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils._validators import validate_repo_id
 from transformers import PreTrainedModel
@@ -26,6 +26,8 @@ MAIN = "main"
 # none of a folder is meant but where it is named. Weights of another name: a model in one file is loaded before one in
 # shards, and some libraries go by an index that is there.
 _OLD_MODEL = r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|generation_config\.json"
+# What this package has said of an earlier model there: `inspect` and a recovery would take it for the new one's.
+_OLD_RUN = r"gradprobe_(config|report)\.json|[\w-]+-adapter(\.(md|txt|pdf))?|assets/(sparsity|perplexity|speed)\.png"
 # A template, special tokens and vocabularies, of which transformers takes what is there. They stay where no tokenizer,
 # or no processor, is uploaded: somebody may have put them there for this model.
 _OLD_TOKENIZER = (
@@ -100,7 +102,20 @@ def check_push(
                 f"push_to_hub={repo_id!r}: {full_name} holds an adapter ({_ADAPTER}), which transformers would load in "
                 "place of the model: choose another name."
             )
+        if api.file_exists(full_name, CARD, revision=there):
+            _warn_of_other_card(full_name, Path(api.hf_hub_download(full_name, CARD, revision=there)))
         return full_name
+
+
+def _warn_of_other_card(name: str, card: Path) -> None:
+    """Say that a card which no run of this package has written is replaced."""
+    data = ModelCard.load(card, ignore_metadata_errors=True).data
+    if "gradprobe" not in (data.get("tags") or []):
+        logger.warning(
+            "the card that %s has (%s) is replaced by that of the pruned model; it stays in the repository's history",
+            name,
+            CARD,
+        )
 
 
 def push_folder(
@@ -132,7 +147,7 @@ def push_folder(
 
 def _old_files(folder: Path, there: Iterable[str]) -> list[str]:
     """Those of a repository's files that would be read with what is uploaded."""
-    old = [_OLD_MODEL]
+    old = [_OLD_MODEL, _OLD_RUN]
     old += [_OLD_TOKENIZER] * (folder / "tokenizer_config.json").is_file()
     old += [_OLD_PROCESSOR] * any(folder.glob("*processor_config.json"))
     return [name for name in there if any(re.fullmatch(pattern, name) for pattern in old)]

@@ -129,8 +129,13 @@ class Savable(ABC):
         Raises:
             OSError: no token, or the Hub refuses; the message says what to do and where the checkpoint is kept.
             ValueError: the repository is the one that the model, or its teacher, was loaded from, and no other branch
-                of it.
+                of it; a pull request to a branch, which the Hub takes to the main one alone.
         """
+        if create_pr and revision not in (None, MAIN):
+            raise ValueError(
+                f"create_pr=True with revision={revision!r}: a pull request is opened to the main branch. Leave one of "
+                "both out."
+            )
         together = is_sharded(self.model)
         if not self.processes.is_main and not together:
             return ""

@@ -280,7 +280,8 @@ def _dense_compressed(made: Checkpoint, dense: int, scratch: Path) -> dict[str, 
     before = made.report.files or {}
     if before.get("dense") == dense:
         return {name: before.get(name) for name in ("dense_zstd", "dense_hub")}
-    others = made.report.recovered_towards or made.report.model.get("adapter") or made.report.made_of != DENSE
+    of_other_types = made.report.model.keys() & {"adapter", "stored_as"}
+    others = made.report.recovered_towards or of_other_types or made.report.made_of != DENSE
     if others or not is_loaded_here(made.model) or stored_dtype(made.model) != made.model.dtype:
         return {"dense_zstd": None, "dense_hub": None}
     sizes = FileSizes.of(stored_weights(made.model), scratch)

@@ -19,6 +19,7 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.text.text_options import OWN_TEXT, PYDOC
 from gradprobe_hf.evaluation.divergence import Divergence
 from gradprobe_hf.evaluation.perplexity import Measurement
+from gradprobe_hf.report.card.files import in_another_type
 from gradprobe_hf.report.next_choice import next_choices
 from gradprobe_hf.report.original import DENSE, Original
 from gradprobe_hf.report.report import Group, Report, finite
@@ -40,7 +41,7 @@ def print_pruning(report: Report, output: str) -> None:
         table.add_row("zeros", f"{before:.4%}", f"{report.sparsity:.4%}")
     else:
         _add_shapes(table, report.structure)
-    _add_files(table, report.files)
+    _add_files(table, report)
     for row in measurements(report.speed) if report.speed else ():
         table.add_row(*row)
     if report.evaluation:
@@ -107,7 +108,7 @@ def print_recovery(report: Report, output: str) -> None:
     held_out = recovery["held_out"]["0"], recovery["held_out_as_left"]
     kept_back = "text" if recovery["rows"] == "windows" else "rows"
     table.add_row(f"KL on held-out {kept_back}", "0", *(f"{value:.4f}" for value in held_out))
-    _add_files(table, report.files, between=[""])
+    _add_files(table, report, between=[""])
     out = console()
     out.print(table)
     out.print(
@@ -132,15 +133,15 @@ def _add_shapes(table: Table, structure: dict[str, Any]) -> None:
         table.add_row(name, *(f"{len(one)} values" if isinstance(one, list) else str(one) for one in both))
 
 
-def _add_files(table: Table, files: dict[str, int | None] | None, between: Sequence[str] = ()) -> None:
+def _add_files(table: Table, report: Report, between: Sequence[str] = ()) -> None:
     """Megabytes on the disk, and compressed as far as that was measured.
 
     Args:
         between: cells of columns between that of the dense model and the last one.
     """
-    if files is not None:
+    if (files := report.files) is not None:
         dense, stored = (f"{(files[name] or 0) / 1e6:,.1f}" for name in ("dense", "bytes"))
-        table.add_row("file, MB", dense, *between, stored)
+        table.add_row("file, MB", dense + in_another_type(report), *between, stored)
         for name, title in (("zstd", "file under zstd, MB"), ("hub", "file as the Hub transfers it, MB")):
             both = [files.get(key) for key in (f"dense_{name}", name)]  # not in reports of before
             if both[-1] is not None:

@@ -14,7 +14,11 @@ from gradprobe_hf.report.original import DENSE
 
 
 def text_results(
-    described: Mapping[str, Any], task: str, measured: Mapping[str, Any], beside: str = DENSE.name
+    described: Mapping[str, Any],
+    task: str,
+    measured: Mapping[str, Any],
+    beside: str = DENSE.name,
+    dtype: str | None = None,
 ) -> list[EvalResult]:
     """Those of batches; what is not finite is no entry.
 
@@ -26,6 +30,7 @@ def text_results(
         task: the Hub's name of what the model is for.
         measured: `perplexity`, `divergence` (`Divergence.to_dict`) and `metric` of the pruned model, each or None.
         beside: the model that the divergence is from.
+        dtype: in which it was measured, if that is another one than the weights are stored in.
     """
     found = [("perplexity", "Perplexity", measured["perplexity"])]
     if divergence := measured.get("divergence"):
@@ -34,6 +39,7 @@ def text_results(
     if metric := measured.get("metric"):
         found.append((metric["name"], capitalised(metric["title"]), metric["pruned"]))
     read = {"protocol": described["protocol"], "fingerprint": described["fingerprint"][:16]}
+    read |= {} if dtype is None else {"dtype": dtype}
     return [
         EvalResult(
             task_type=task,

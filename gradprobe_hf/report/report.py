@@ -102,8 +102,9 @@ class Report:
         speed: with `measure_speed` what `BenchResult.to_dict` has: the dense model, the one that is left, and the other
             candidates; of the last two with random weights.
         files: bytes of the weights on the disk, under `zstd`, and as the `hub` transfers them (None: not measured),
-            once they are written; and as many as the dense ones have, `dense`, `dense_zstd` and `dense_hub` (None of a
-            model that was not loaded by its name, too).
+            once they are written; and as many as the dense ones have in the type that they were loaded in, `dense`,
+            `dense_zstd` and `dense_hub` (None of a model that was not loaded by its name, or is stored in another
+            type, too).
         curve: sparsity, metric and its limit at each attempt of a search.
         timings: seconds per stage.
         memory: bytes.

@@ -98,6 +98,11 @@ class _Loaded:
     def model(self) -> Any:
         return self.loaded.model
 
+    @property
+    def other_dtype(self) -> str | None:
+        """The type that it computes in, if that is another one than its weights are stored in."""
+        return str(self.model.dtype).removeprefix("torch.") if self.loaded.converted_from else None
+
 
 def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.checkpoint.card_results import check_card
@@ -136,7 +141,9 @@ def run(options: argparse.Namespace) -> None:
             upcast.enter_context(upcast_products(one.model))
         if _measures_text(options):
             values |= _on_text(options, models["pruned"], models.get("dense"))
-            results += text_results(values, values["task"] or "text-generation", values, beside.name)
+            results += text_results(
+                values, values["task"] or "text-generation", values, beside.name, models["pruned"].other_dtype
+            )
         if asked:
             scores = {name: evaluate_tasks(one.model, one.tokenizer, asked, manager) for name, one in models.items()}
             values["tasks"] = {name: [score.to_dict() for score in found] for name, found in scores.items()}

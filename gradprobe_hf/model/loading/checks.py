@@ -218,7 +218,7 @@ def damaged_files(folder: Path) -> list[str]:
     found = []
     if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         try:
-            index_of(folder)
+            index_of(folder / SAFE_WEIGHTS_INDEX_NAME)
         except ValueError:
             found.append(SAFE_WEIGHTS_INDEX_NAME)
     for file in sorted(folder.glob("*.safetensors")):
@@ -230,13 +230,12 @@ def damaged_files(folder: Path) -> list[str]:
     return found
 
 
-def index_of(folder: Path) -> dict[str, str]:
-    """Tensor -> its file, of a checkpoint in several files.
+def index_of(path: Path) -> dict[str, str]:
+    """Tensor -> its file, of the index of a checkpoint in several files.
 
     Raises:
         ValueError: the index cannot be read.
     """
-    path = folder / SAFE_WEIGHTS_INDEX_NAME
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in found.items()}

@@ -23,6 +23,7 @@ _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # What each model was loaded with. Beside the models, not in them: a token must not be saved with one.
 _sources: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = weakref.WeakKeyDictionary()
 _revisions: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()  # as they were named
+_variants: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
 
 _folded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
@@ -41,6 +42,7 @@ def remember_source(model: PreTrainedModel, source: Mapping[str, Any]) -> None:
     """Note what a model was loaded with, of the keyword arguments of `from_pretrained`, for the files beside it."""
     _sources[model] = {key: source[key] for key in _FINDING if source.get(key) is not None}
     _revisions[model] = source.get("revision")
+    _variants[model] = source.get("variant")
 
 
 def source_of(model: PreTrainedModel) -> dict[str, Any]:
@@ -87,12 +89,22 @@ def folded_file(model: PreTrainedModel, file: str) -> Path | None:
 
 
 def stored_weights(model: PreTrainedModel) -> list[Path]:
-    """The safetensors files that a model was loaded from; none of other files."""
-    if (file := stored_file(model, SAFE_WEIGHTS_NAME)) is not None:
+    """The safetensors files that a model was loaded from, of its variant if one was asked for; none of other files."""
+    if (file := stored_file(model, of_variant(SAFE_WEIGHTS_NAME, _variants.get(model)))) is not None:
         return [file]
-    index = stored_file(model, SAFE_WEIGHTS_INDEX_NAME)
-    files = [] if index is None else [index.parent / name for name in sorted(set(index_of(index.parent).values()))]
+    index = stored_file(model, of_variant(SAFE_WEIGHTS_INDEX_NAME, _variants.get(model)))
+    files = [] if index is None else [index.parent / name for name in sorted(set(index_of(index).values()))]
     return files if all(file.is_file() for file in files) else []
+
+
+def of_variant(file: str, variant: str | None) -> str:
+    """What transformers calls a file of a variant.
+
+    >>> of_variant("model.safetensors", "fp16"), of_variant("model.safetensors.index.json", "fp16")
+    ('model.fp16.safetensors', 'model.safetensors.index.fp16.json')
+    """
+    stem, _, kind = file.rpartition(".")
+    return file if variant is None else f"{stem}.{variant}.{kind}"
 
 
 def stored_dtype(model: PreTrainedModel) -> torch.dtype | None:

@@ -11,7 +11,14 @@ def size_of_files(report: Report) -> dict[str, str] | None:
     """Megabytes of the weights on the disk, and compressed as far as that was measured."""
     if report.files is None:
         return None
-    return {"dense": _shown(report.files, "dense", "dense_"), "stored": _shown(report.files, "bytes", "")}
+    dense = _shown(report.files, "dense", "dense_") + in_another_type(report)
+    return {"dense": dense, "stored": _shown(report.files, "bytes", "")}
+
+
+def in_another_type(report: Report) -> str:
+    """Behind the dense model's size: that of its weights as they were loaded, where its files have another type."""
+    is_other = report.recovered_towards is None and report.model.keys() & {"stored_as", "converted_from"}
+    return f", as {report.model['dtype']}" if is_other else ""
 
 
 def _shown(files: dict[str, int | None], stored: str, prefix: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import transformers
 
 from gradprobe_hf.report.report import Report
@@ -33,7 +35,7 @@ def loading_snippet(report: Report, where: str, revision: str | None = None) -> 
 
 def _with_options(snippet: str, where: str, revision: str | None, own_code: list[str]) -> str:
     """The snippet with its place, the branch there, and leave for a model's own code to run where it has any."""
-    options = [f'"{where}"']
+    options = [json.dumps(where, ensure_ascii=False)]
     options += [f'revision="{revision}"'] if revision else []
     options += ["trust_remote_code=True"] if own_code else []
     return snippet.replace('"{where}"', ", ".join(options))
