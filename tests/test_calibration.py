@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import ViTImageProcessorPil
 
@@ -381,6 +381,49 @@ def test_tokenised_rows_count_where_trl_says_so(labelled, caplog):
     assert not caplog.text
     load(Dataset.from_dict({"input_ids": [[1, 2, 3]], "position_ids": [[0, 1, 0]]}), samples=1)
     assert "has position_ids, as packed rows do, which is not read: each row is one text" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "assistant_mask", "response_mask", "label_ids", "target"])
+def test_what_counts_by_another_name_is_no_column_to_leave_out(name):
+    """All tokens counted, without a word."""
+    columns = {"input_ids": [[1, 2, 3, 4]] * 2, name: [[0, 0, 1, 1]] * 2}
+    with pytest.raises(ValueError, match=f"rows have '{name}', a value for each token, which is not read"):
+        load(Dataset.from_dict(columns), samples=2)
+    labelled = load(Dataset.from_dict(columns | {"labels": [[-100, 2, 3, 4]] * 2}), samples=2)
+    assert labelled.samples == 2
+    assert load(Dataset.from_dict(columns | {name: ["a text"] * 2}), samples=2).samples == 2
+
+
+def test_rows_in_which_no_token_counts_are_told(caplog):
+    labels = [[-100] * 4] * 3 + [[1, 2, 3, 4]]
+    found = load(Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 4, "labels": labels}), samples=4)
+    assert "; in 3 of 4 rows no token counts" in found.protocol
+    assert "in 3 of 4 rows no token counts in the loss, and in all together 3 do" in caplog.text
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_token_ids_with_a_dimension_too_many_are_refused(length):
+    """As a tokenizer with return_tensors makes them: methods without a loss pruned by them, and far worse."""
+    rows = Dataset.from_dict({"input_ids": [[[1, 2, 3, 4]], [[1, 2, 3, 4, 5][:length]]]})
+    with pytest.raises(ValueError, match=r"have the shape \[1, \d\]: leave out return_tensors"):
+        load(rows, samples=2)
+    deep = [{"input_ids": torch.ones(2, 1, length, dtype=torch.long)}]
+    for options in ({"score": "wanda"}, {"update": "sparsegpt"}, {}):
+        with pytest.raises(ValueError, match=rf"got torch.int64 \(2, 1, {length}\)\. Leave out return_tensors"):
+            cases.prune(cases.build("llama"), deep, **options)
+
+
+def test_the_beginning_of_a_stream_is_read_without_filling_its_buffer():
+    read = []
+
+    def counted():
+        for number in range(5000):
+            read.append(number)
+            yield {"text": f"document {number} of a stream"}
+
+    rows = IterableDataset.from_generator(counted)
+    load(rows, samples=4, packing=False, length=16)
+    assert len(read) < 3 * 5000, "what looks at the beginning alone fills no buffer: there were five"
 
 
 def test_tokenised_rows_of_a_stream_are_drawn_from_more_than_its_beginning(tmp_path, monkeypatch):

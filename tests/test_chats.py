@@ -335,3 +335,38 @@ def test_chats_whose_answer_is_cut_off_are_counted_and_the_example_is_what_is_re
     read = TOKENIZER.decode(cut.items[0]["input_ids"][0])
     assert cut.describe()["example"] == read
     assert len(read) < len(long["messages"][0]["content"])
+
+
+@pytest.mark.parametrize("answer", ["T", "A", "s", ""])
+def test_a_short_answer_that_is_in_the_role_s_name_too_begins_behind_it(answer):
+    """Of multiple choice, say; an empty one, beside the call of a tool, is the end of the turn alone."""
+    shouted = UNPROMPTED.replace("'[' + m.role + ']\n'", "m.role.upper() + ': '")
+    chat = [CHAT[0], {"role": "assistant", "content": answer}]
+    row = one_chat(chat, tokenizer=chatting(shouted), assistant_only_loss=True)
+    assert TOKENIZER.decode(row["input_ids"][0]).endswith(f"ASSISTANT: {answer}</s>\n")
+    assert said(row).strip() == f"{answer}</s>"
+
+
+def test_windows_in_which_nothing_counts_are_told(caplog):
+    """Long prompts with short answers: most of the windows hold none, and are run for nothing."""
+    chat = [{"role": "user", "content": "a cat ran on and on " * 12}, {"role": "assistant", "content": "Yes"}]
+    how = {"samples": 16, "length": 32, "tokenizer": chatting(CHATML)}
+    found = load([{"messages": chat}] * 8, assistant_only_loss=True, **how)
+    labels = torch.cat([batch["labels"] for batch in found])[:, 1:]
+    silent = int((labels == -100).all(1).sum())
+    assert 8 < silent < 16
+    assert f"; in {silent} of 16 windows no token counts" in found.protocol
+    count = int((labels != -100).sum())
+    assert f"in {silent} of 16 windows no token counts in the loss, and in all together {count} do" in caplog.text
+    caplog.clear()
+    assert "no token counts" not in load([{"messages": CHAT}] * 30, **how).protocol + caplog.text
+
+
+def test_what_a_later_row_of_a_list_has_is_read(tmp_path):
+    """A table of the first row's columns alone lost tools and system prompts without a word."""
+    rows = [{"messages": CHAT}, {"messages": CHAT, "system": "Be brief."}] * 4
+    how = {"samples": 8, "length": 200, "packing": False, "model": LONG, "tokenizer": chatting(CHATML)}
+    found, stored = load(rows, **how), load(written(tmp_path / "rows.jsonl", rows), **how)
+    texts = [TOKENIZER.decode(row) for batch in found for row in batch["input_ids"]]
+    assert sum("Be brief." in text for text in texts) == 4
+    assert found.fingerprint == stored.fingerprint

@@ -199,6 +199,32 @@ def test_a_line_ends_where_a_file_has_it_end(tmp_path):
     assert of_file.fingerprint == of_rows.fingerprint
 
 
+def test_the_paper_protocol_reads_a_file_of_any_name_as_its_lines(tmp_path, monkeypatch):
+    model, tokenizer = cases.build("llama"), cases.tokenizer()
+    raw = "".join(f"{line}\n" for line in LINES)
+    for name, begins in (("a.txt", ""), ("b.TXT", ""), ("c.txt", "\ufeff")):
+        (tmp_path / name).write_text(begins + raw, encoding="utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sources = [str(tmp_path / "a.txt"), str(tmp_path / "b.TXT"), str(tmp_path / "c.txt"), "~/a.txt"]
+    found = {paper_batches(source, model, tokenizer, PaperSpec(length=32)).fingerprint for source in sources}
+    assert len(found) == 1
+    rows = [{"text": line} for line in LINES]
+    assert paper_batches(rows, model, tokenizer).fingerprint == paper_batches(LINES, model, tokenizer).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("pydoc", r"one text that others can have, and 'pydoc' is none"),
+        ({"a.txt": 1}, r"one text that others can have"),
+        ([{"text": 3}], r"must hold texts for the paper protocol, and holds int"),
+    ],
+)
+def test_what_the_paper_protocol_does_not_read_is_refused(source, message):
+    with pytest.raises(ValueError, match=message):
+        paper_batches(source, cases.build("llama"), cases.tokenizer())
+
+
 def test_the_paper_protocol_says_what_it_cannot_do(checkpoint, text_file, evaluated, tmp_path):
     (tmp_path / "short.txt").write_text("too little", encoding="utf-8")
     paper = (checkpoint, "--protocol", "paper", "--data")

@@ -27,7 +27,7 @@ from gradprobe_hf.tasks.table import task_of_class
 
 # What says which tokens count, or what is to be predicted, in other code than transformers' models: they take any name.
 _LABELS_ELSEWHERE = ("label_ids", "targets", "target")
-_MASKS_ELSEWHERE = ("completion_mask", "assistant_masks", "loss_mask")
+_MASKS_ELSEWHERE = ("completion_mask", "assistant_masks", "assistant_mask", "response_mask", "loss_mask")
 _WITHOUT_LOSS = "; score='wanda', or importance='obs' where channels or heads alone go, needs no loss"
 _INPUTS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "input_features", "input_values"}
 
@@ -72,7 +72,7 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
             _check_named_labels(model, batch, takes, part)
         _check_rows(model, batch, dimensions, part)
         if isinstance(ids := batch.get("input_ids"), Tensor):
-            _check_ids(model, ids, part)
+            _check_ids(model, ids, dimensions, part)
             _check_mask(batch.get("attention_mask"), ids, part)
             _check_layout(model, ids, part)
             _check_place(model, batch, part)
@@ -123,6 +123,24 @@ def _check_named_labels(model: PreTrainedModel, batch: Mapping[str, Any], takes:
             raise ValueError(f"{part}: a batch has {name!r}, which {type(model).__name__} does not take: {remedy}.")
 
 
+def check_named_in_row(row: Mapping[str, Any], read: Collection[str], source: str) -> None:
+    """Raise ValueError for what says which tokens count by a name that is not read, where nothing that is read does.
+
+    Args:
+        read: the columns that are.
+    """
+    if "labels" in read or any(name in read for name in _MASKS_ELSEWHERE):
+        return
+    for name in (*_LABELS_ELSEWHERE, *_MASKS_ELSEWHERE):
+        value = row.get(name)
+        if isinstance(value, (list, tuple)) and len(value) == len(row["input_ids"]):
+            remedy = "call it 'labels'" if name in _LABELS_ELSEWHERE else "call it 'completion_mask'"
+            raise ValueError(
+                f"{source}: rows have {name!r}, a value for each token, which is not read, so that all tokens would "
+                f"count: {remedy} (rename_column), or remove it."
+            )
+
+
 def _dimensions(model: PreTrainedModel) -> int | None:
     """How many a batch of a model's main input has; None where no batch of it is known, or the code is its user's."""
     if not _is_of_transformers(model):
@@ -146,10 +164,12 @@ def _check_rows(model: PreTrainedModel, batch: Mapping[str, Any], dimensions: in
     )
 
 
-def _check_ids(model: PreTrainedModel, ids: Tensor, part: str) -> None:
-    if ids.is_floating_point() or ids.ndim < 2 or not ids.numel():
+def _check_ids(model: PreTrainedModel, ids: Tensor, dimensions: int | None, part: str) -> None:
+    is_deeper = dimensions is not None and ids.ndim > dimensions
+    if ids.is_floating_point() or ids.ndim < 2 or is_deeper or not ids.numel():
+        remedy = " Leave out return_tensors where rows are tokenised (dataset.map)." if is_deeper else ""
         raise ValueError(
-            f"{part}: input_ids must be whole numbers [sequences, tokens], got {ids.dtype} {tuple(ids.shape)}."
+            f"{part}: input_ids must be whole numbers [sequences, tokens], got {ids.dtype} {tuple(ids.shape)}.{remedy}"
         )
     rows = _tokens(model)
     lowest, highest = int(ids.min()), int(ids.max())

@@ -95,9 +95,14 @@ class Source:
     def first_row(self) -> Any:
         """The first row, which tells what the columns hold; None: there is none.
 
-        Kept, because a stream that is shuffled fills its buffer anew for each reader.
+        Kept, and of a stream before it is shuffled: its buffer is filled anew for each reader.
         """
-        return next(iter(self.rows), None)
+        return next(iter(self.beginning), None)
+
+    @property
+    def beginning(self) -> Rows:
+        """The rows, for what looks at the first ones alone."""
+        return self.rows if self.in_order is None else self.in_order
 
 
 def class_names(rows: Any, column: str | None) -> tuple[str, ...]:
@@ -248,7 +253,9 @@ def rows_from(rows: Sequence[Mapping[str, Any]]) -> Dataset:
     from pyarrow.lib import ArrowException
 
     try:
-        return Dataset.from_list([dict(row) for row in rows])
+        # Of all rows: `from_list` alone takes the names of the first one, and tools of a later chat would be lost.
+        names = dict.fromkeys(name for row in rows for name in row)
+        return Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
     except (ArrowException, TypeError, ValueError) as error:
         raise ValueError(f"a list of rows must hold dicts of the same names and types: {error}") from error
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from gradprobe_hf.data.batch_checks import check_reads_text
+from gradprobe_hf.data.batch_checks import check_named_in_row, check_reads_text
 from gradprobe_hf.data.batches import Batches, from_iterable, from_rows
 from gradprobe_hf.data.labelled import Labels, TaskOptions
 from gradprobe_hf.data.prepared_rows import tensor_of
@@ -35,7 +35,7 @@ from gradprobe_hf.data.sources import (
 )
 from gradprobe_hf.data.text.documents import holds_chats
 from gradprobe_hf.data.text.mixture import in_proportion, is_mixture, mixed, shares
-from gradprobe_hf.data.text.packing import Drawn, WindowSpec, draw_documents, draw_packed, rows_of
+from gradprobe_hf.data.text.packing import Drawn, WindowSpec, draw_documents, draw_packed, rows_of, silent_rows
 from gradprobe_hf.data.text.pydoc_text import Part, manual_text
 from gradprobe_hf.data.text.self_generated import KeptText, own_text
 from gradprobe_hf.data.text.special_tokens import is_tokenizer, special_tokens, tokenizer_of
@@ -292,14 +292,21 @@ def _tokenised(opened: Source, windows: WindowSpec) -> Drawn:
             " and ".join(packed),
         )
     rows, order = shuffled(opened, windows.seed)
-    taken = [
-        _with_labels({name: tensor_of(name, row[name]) for name in keep})
-        for row in islice(rows, windows.drawn.start, windows.drawn.stop)
-    ]
+    drawn = list(islice(rows, windows.drawn.start, windows.drawn.stop))
+    if drawn:
+        check_named_in_row(drawn[0], keep, opened.name)
+    taken = [_with_labels({name: tensor_of(name, row[name]) for name in keep}) for row in drawn]
+    if (odd := next((row["input_ids"] for row in taken if row["input_ids"].ndim != 1), None)) is not None:
+        raise ValueError(
+            f"{opened.name}: input_ids of a row are a list of tokens, and these have the shape {list(odd.shape)}: "
+            "leave out return_tensors where rows are tokenised (dataset.map)."
+        )
     if len(taken) < windows.samples and not windows.held_out and not (windows.at_most and taken):
         raise ValueError(f"{opened.name} holds {len(taken)} tokenised rows and {windows.samples} were asked for.")
     taken = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in taken]
     protocol = f"{len(taken)} tokenised rows, {order}{windows.words}"
+    if all(row["labels"].ndim == 1 for row in taken if "labels" in row):  # one label each is an error of its own
+        protocol += silent_rows(taken, opened.name, "rows")
     return Drawn(taken, opened.name, protocol, opened.dataset_id)
 
 

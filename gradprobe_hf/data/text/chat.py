@@ -13,6 +13,7 @@ from typing import Any
 from gradprobe_hf.tasks.conversation import Chat, Message, is_learnt, on_one_day
 
 ASSISTANT = "assistant"
+_ANOTHER = "another-answer-9f2c"  # what no template writes by itself
 _PART = re.compile(r"""["']type["']\s*:\s*["'](text|image|audio|video)""")  # of a content, written as data
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -140,9 +141,12 @@ class ChatTemplate:
             first, said = len(before), chat.messages[at].get("content")
             if at and isinstance(said, str) and before == self._text(asked):
                 # No prompt for an answer: what the template writes in front of one, the role say, is not the answer.
-                # A space is, for tokens begin with it.
-                front = upto[first:].partition(said.strip())[0] if said.strip() in upto[first:] else ""
-                first += len(front.rstrip(" "))
+                # A space is, for tokens begin with it. Another answer tells where it begins: a short one may be in the
+                # role's name, too.
+                other = {**chat.messages[at], "content": _ANOTHER}
+                shown = self._text(replace(chat, messages=[*chat.messages[:at], other]))
+                front = shown[first:].partition(_ANOTHER)[0] if _ANOTHER in shown[first:] else ""
+                first += len(front.rstrip(" ")) if upto[first:].startswith(front) else 0
             # The line break behind the token that ends a turn is not the assistant's.
             spans.append((first, len(upto.rstrip())))
         return spans

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -38,6 +39,11 @@ def _readable(opened: Source, text: str) -> str:
     """The text, or ValueError for bytes that are none, though they can be decoded as such."""
     if "\0" in text:
         raise ValueError(f"{opened.name} holds NUL characters: it is no text, or one in UTF-16. Save it as UTF-8.")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a pair of UTF-16, which no tokenizer takes
+            raise ValueError(f"{opened.name} holds what is no text: {error}.") from error
     return text
 
 
@@ -73,7 +79,8 @@ def _read(opened: Source, options: TextOptions, order: Iterable[int] | None) -> 
 
 def _first_document(opened: Source, read: Callable[[Row], Document]) -> Document:
     """That of the first row with anything in it; an empty text where there is none."""
-    return next((document for number, row in _rows(opened) if (document := _document(opened, read, number, row))), "")
+    rows = _rows(replace(opened, rows=opened.beginning))
+    return next((document for number, row in rows if (document := _document(opened, read, number, row))), "")
 
 
 def _document(opened: Source, read: Callable[[Row], Document], number: int, row: Row) -> Document:
@@ -90,7 +97,10 @@ def _document(opened: Source, read: Callable[[Row], Document], number: int, row:
 def _rows(opened: Source, order: Iterable[int] | None = None) -> Iterator[tuple[int, Any]]:
     """Rows and their numbers from 0."""
     rows: Any = opened.rows
-    return iter(enumerate(rows)) if order is None else ((number, rows[number]) for number in order)
+    try:
+        yield from enumerate(rows) if order is None else ((number, rows[number]) for number in order)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{opened.name} cannot be read as text: {error}. Save it as UTF-8.") from error
 
 
 def _first_row(opened: Source) -> Row:

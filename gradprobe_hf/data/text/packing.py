@@ -181,16 +181,38 @@ def draw_packed(opened: Source, spec: WindowSpec, processing_class: Any, special
         counted = F.pad(inside, (len(special.before), len(special.after)), value=False)
     streamed = "; of rows drawn from a stream" if is_streamed(opened.rows) else ""
     columns = named_columns(opened, spec.text)
+    rows = rows_of(windows, special.unpredicted, counted)
+    silent = silent_rows(rows, opened.name, "windows", "packing=False (--packing off) leaves such chats out")
     protocol = (
         f"{len(order)} windows of {length} tokens, {stream.cut}{columns} "
         f"({stream.joined}{special.described}{streamed}), shuffled with seed {seed}{spec.words}{_loss(spec.text)}"
+        f"{silent}"
     )
-    rows = rows_of(windows, special.unpredicted, counted)
     if not any(map(predicts, rows)) and not spec.held_out:
         raise ValueError(
             f"{opened.name}: none of the windows holds a token that counts in the loss{_who_speaks(opened, spec)}."
         )
     return Drawn(rows, opened.name, protocol, opened.dataset_id, stream.example)
+
+
+def silent_rows(rows: Sequence[Row], source: str, what: str, remedy: str = "") -> str:
+    """What a protocol says of rows in which no token counts: they are run for nothing. Many are told."""
+    silent = sum(not predicts(row) for row in rows)
+    if not silent or silent == len(rows):  # all of them are an error of their own
+        return ""
+    if silent > MANY_LEFT_OUT * len(rows):
+        counts = sum(int((row["labels"][1:] != IGNORED).sum()) for row in rows if "labels" in row)
+        logger.warning(
+            "%s: in %d of %d %s no token counts in the loss, and in all together %s do: the rest is run for nothing. "
+            "%s",
+            source,
+            silent,
+            len(rows),
+            what,
+            f"{counts:,}",
+            remedy or "Leave such rows out (dataset.filter)",
+        )
+    return f"; in {silent} of {len(rows)} {what} no token counts"
 
 
 def draw_documents(opened: Source, spec: WindowSpec, processing_class: Any, special: SpecialTokens) -> Drawn:

@@ -11,6 +11,7 @@ Source: github.com/IST-DASLab/gptq (datautils.py, opt.py), github.com/IST-DASLab
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ import torch
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, from_windows
-from gradprobe_hf.data.sources import Rows, Source, is_dataset, is_streamed, open_source, text_rows
+from gradprobe_hf.data.sources import Rows, Source, is_dataset, is_streamed, open_source, rows_from, text_rows
+from gradprobe_hf.data.text.mixture import is_mixture
+from gradprobe_hf.data.text.text_options import PYDOC, SELF
 from gradprobe_hf.model.families import is_causal, longest_text
 
 WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1:test"
@@ -90,14 +93,25 @@ def paper_batches(source: Any, model: PreTrainedModel, processing_class: Any, sp
 
 
 def _rows(source: Any) -> Source:
-    if isinstance(source, (str, Path)) and Path(source).suffix == ".txt" and Path(source).is_file():
-        with Path(source).open(encoding="utf-8") as file:
-            lines = list(file)  # not `splitlines`, to which a form feed is the end of a line, too
-        return Source([line if line.strip() else "" for line in lines], Path(source).name)
-    if isinstance(source, (str, Path)):
+    path = Path(source).expanduser() if isinstance(source, (str, Path)) else None
+    if path is not None and path.suffix.lower() == ".txt" and path.is_file():
+        try:
+            with path.open(encoding="utf-8-sig") as file:
+                lines = list(file)  # not `splitlines`, to which a form feed is the end of a line, too
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} cannot be read as text: {error}. Save it as UTF-8.") from error
+        return Source([line if line.strip() else "" for line in lines], path.name)
+    if is_mixture(source) or source in (PYDOC, SELF):
+        raise ValueError(
+            f"the paper protocol measures on one text that others can have, and {source!r} is none: give a file, a Hub "
+            "dataset, rows or a Dataset, or measure on windows (evaluation_protocol, --protocol)."
+        )
+    if path is not None:
         opened = open_source(str(source), "evaluation", seed=0)
     elif is_dataset(source):
         opened = Source(source, "a Dataset")
+    elif source and isinstance(source[0], Mapping):
+        opened = Source(rows_from(source), f"{len(source)} rows")
     else:
         opened = Source(text_rows(source), f"{len(source)} texts")
     if is_streamed(opened.rows):
@@ -111,7 +125,13 @@ def _texts(rows: Rows, column: str) -> list[str]:
         return rows
     if column not in (columns := rows.column_names or []):
         raise ValueError(f"the data set has no column {column!r}; its columns are {', '.join(columns)}.")
-    return [row[column] or "" for row in rows]
+    texts = [row[column] or "" for row in rows]
+    if (other := next((one for one in texts if not isinstance(one, str)), None)) is not None:
+        raise ValueError(
+            f"the column {column!r} must hold texts for the paper protocol, and holds {type(other).__name__}: name "
+            "another with text_column (--text-column)."
+        )
+    return texts
 
 
 def _beginning(tokenizer: Any, ids: torch.Tensor) -> str:
