@@ -100,17 +100,56 @@ def test_labels_by_name_find_the_models_own_numbers():
         (["bad", "good"], ["LABEL_0", "LABEL_1"], None),
         (["bad", "good"], ["NEGATIVE", "POSITIVE"], "calls its labels 'bad', 'good', and the model 'NEGATIVE', 'POS"),
         (["neg", "good"], ["NEGATIVE", "POSITIVE"], "which is which"),
+        (["1", "0", "10"], ["cat", "dog", "hen"], "which is which"),  # in the order of text: no numbers of the model's
     ],
 )
 def test_names_of_labels_that_are_not_the_models_are_no_numbers_of_its(stored, known, message):
     ids = {name: number for number, name in enumerate(known)}
     if message is not None:
         with pytest.raises(ValueError, match=message):
-            LabelNames(ids, 2, tuple(stored))
+            LabelNames(ids, len(ids), tuple(stored))
         return
     names = LabelNames(ids, 2, tuple(stored))
     assert names.renumbered == (stored[0] == "pos")
     assert names.number(0, "row 1") == int(names.renumbered)
+
+
+IMAGENET = [
+    "tench, Tinca tinca",
+    "tabby, tabby cat",
+    "Egyptian cat",
+    "catamaran",
+    "dogsled, dog sled",
+    "hotdog, hot dog",
+]
+
+
+def test_the_beginning_of_a_name_tells_a_class_only_where_each_has_its_partner():
+    """A folder of cats was taken for one of catamarans."""
+    ids = {name: number for number, name in enumerate(IMAGENET)}
+    with pytest.raises(ValueError, match=r"calls its labels 'cat', 'dog', and the model .* which is which"):
+        LabelNames(ids, 6, ("cat", "dog"))
+    words = LabelNames(ids, 6, ("hot dog", "tench", "catamaran"))
+    assert [words.number(stored, "row 1") for stored in range(3)] == [5, 0, 3]
+    assert words.in_other_words == {"hot dog": "hotdog, hot dog", "tench": "tench, Tinca tinca"}
+
+
+def test_classes_that_are_called_by_numbers_go_by_these(caplog):
+    """`datasets` sorts folders 1 to 10 as text: 10 was taken for 2 stars."""
+    sorted_as_text = tuple(sorted(map(str, range(1, 11))))
+    stars = LabelNames({f"{number} stars": number - 1 for number in range(1, 11)}, 10, sorted_as_text)
+    assert [stars.number(place, "row 1") + 1 for place in range(10)] == list(map(int, sorted_as_text))
+    model = labelled.build("bert")
+    model.config.id2label = {number: f"LABEL_{number}" for number in range(11)}
+    model.config.label2id = {name: number for number, name in model.config.id2label.items()}
+    model.config.num_labels = 11
+    for names, is_told in ((sorted(map(str, range(11))), True), ([f"{number:02}" for number in range(11)], False)):
+        caplog.clear()
+        features = Features({"text": Value("string"), "label": ClassLabel(names=names)})
+        batches(
+            "bert", Dataset.from_dict({"text": list("abcd"), "label": [0, 1, 2, 3]}, features=features), model=model
+        )
+        assert ("in the order of text: '10' is label 2, and so it is taken" in caplog.text) == is_told
 
 
 @pytest.mark.parametrize("back", [None, {}, {"LABEL_0": 0, "LABEL_1": 1}, {"neg": 0, "pos": 1}], ids=str)

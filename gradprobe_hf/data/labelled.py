@@ -31,6 +31,7 @@ from gradprobe_hf.tasks.columns import (
     IGNORED,
     TEXT,
     WORDS,
+    LabelNames,
     Row,
     checked_column,
     is_beside,
@@ -235,7 +236,7 @@ class Labels:
                 "trained so, load it with add_prefix_space=True (processing_class=)"
             )
         columns = ", ".join(filter(None, (*inputs, label)))
-        by_name = ", labels matched to the model's by name" if label and reader.label_names.renumbered else ""
+        by_name = _by_name(reader.label_names, opened.name) if label else ""
         protocol = f"{len(rows)} {spec.task.row} ({columns}{by_name}), {order}{spec.words}"
         return _described(items, opened, protocol + _cut(items, reader))
 
@@ -296,6 +297,25 @@ def media_in_dtype(found: Batches, dtype: torch.dtype) -> Batches:
         return value.to(dtype) if is_media else value
 
     return replace(found, items=tuple({name: of(name, value) for name, value in item.items()} for item in found))
+
+
+def _by_name(names: LabelNames, source: str) -> str:
+    """What the protocol says of labels that a data set numbers in its own order; a warning where it is the order of
+    text, and nothing tells how the model numbers them."""
+    if names.sorted_as_text and not names.renumbered:
+        place = next(number for number, name in enumerate(names.stored) if str(number) != re.sub(r"\D", "", name))
+        logger.warning(
+            "%s calls its classes by numbers, in the order of text: %r is label %d, and so it is taken. If the model "
+            "numbers them by their value, name them so that both are one order (001, 002, ...)",
+            source,
+            names.stored[place],
+            place,
+        )
+    if not names.renumbered:
+        return ""
+    shown = [f"{name!r} is {model_s!r}" for name, model_s in list(names.in_other_words.items())[:4]]
+    more = ", ..." * (len(names.in_other_words) > len(shown))
+    return ", labels matched to the model's by name" + (f": {', '.join(shown)}{more}" if shown else "")
 
 
 def _check_text_options(spec: RowSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -270,7 +271,7 @@ class LabelNames:
     stored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.renumbered or _are_numbers(self.stored) or _are_numbers(self.ids):
+        if self.renumbered or _are_numbers(self.ids) or (_are_numbers(self.stored) and not self.sorted_as_text):
             return
         raise ValueError(
             f"the data set calls its labels {_shown(self.stored)}, and the model {_shown(list(self.ids))} (id2label in "
@@ -286,20 +287,54 @@ class LabelNames:
 
     @cached_property
     def matched(self) -> tuple[str, ...]:
-        """The model's name of each that the data set has: the same, or one of which the other is the beginning.
+        """The model's name of each that the data set has: the same; its number; one of several words for it; or one of
+        which the other is the beginning, where both have as many labels and each has one such partner. Of more labels
+        `cat` is the beginning of `catamaran`, too.
 
         >>> LabelNames({"NEGATIVE": 0, "POSITIVE": 1}, 2, ("pos", "neg")).matched
         ('POSITIVE', 'NEGATIVE')
         """
-        known, found = {one.lower(): one for one in self.ids}, []
-        for stored in self.stored:
-            name = stored.lower()
-            if stored in self.ids or name in known:  # letters may be classes of their own, A and a
-                found.append(stored if stored in self.ids else known[name])
-                continue
-            alike = [one for lower, one in known.items() if lower.startswith(name) or name.startswith(lower)]
-            found += alike * (len(alike) == 1)
-        return tuple(found)
+        # Letters may be classes of their own, A and a.
+        found = {name: name for name in self.stored if name in self.ids}
+        known = {**self._parts, **self._counted, **{one.lower(): one for one in self.ids}}
+        found |= {name: known[name.lower()] for name in self.stored if name not in found and name.lower() in known}
+        left = [one for one in self.ids if one not in found.values()]
+        if len(self.stored) == self.count:
+            partners = {
+                name: [one for one in left if _begins(one.lower(), name.lower())]
+                for name in self.stored
+                if name not in found
+            }
+            found |= {name: alike[0] for name, alike in partners.items() if len(alike) == 1}
+        return tuple(found[name] for name in self.stored if name in found)
+
+    @cached_property
+    def in_other_words(self) -> dict[str, str]:
+        """Of the labels that were matched: the data set's -> the model's, where they differ by more than capitals."""
+        if not self.renumbered:
+            return {}
+        pairs = zip(self.stored, self.matched, strict=True)
+        return {name: model_s for name, model_s in pairs if name.lower() != model_s.lower()}
+
+    @property
+    def sorted_as_text(self) -> bool:
+        """Whether the data set's names are numbers in the order of text, 1, 10, 2: a label's number is not its name."""
+        if not _are_numbers(self.stored):
+            return False
+        numbers = [int(re.sub(r"\D", "", name)) for name in self.stored]
+        return numbers != sorted(numbers)
+
+    @cached_property
+    def _parts(self) -> dict[str, str]:
+        """Of the model's names that are lists of words, as ImageNet's are, "tench, Tinca tinca": word -> name."""
+        words = [(part.strip(), name) for name in self.ids for part in name.lower().split(",")]
+        how_often = Counter(word for word, _ in words)
+        return {word: name for word, name in words if how_often[word] == 1}
+
+    @cached_property
+    def _counted(self) -> dict[str, str]:
+        """Of the model's names that begin with a number, "1 star": number -> name."""
+        return {found[0]: name for name in self.ids if (found := re.match(r"\d+(?=\D)", name))}
 
     def number(self, value: Any, where: str) -> int:
         """The model's number of a label.
@@ -338,9 +373,8 @@ class LabelNames:
             return self.ids[value]
         if value.lower() in folded:
             return folded[value.lower()]
-        counted = {found[0]: number for name, number in self.ids.items() if (found := re.match(r"\d+(?=\D)", name))}
-        if value.strip() in counted:  # "1" where the model's are "1 star", "2 stars", ...
-            return counted[value.strip()]
+        if value.strip() in self._counted:  # "1" where the model's are "1 star", "2 stars", ...
+            return self.ids[self._counted[value.strip()]]
         if value.strip().isdigit():
             return LabelNames(self.ids, self.count).number(int(value), where)
         raise ValueError(f"{where} has label {value!r}, which is none of the model's. {self._known()}")
@@ -390,6 +424,11 @@ def check_one_numbering(config: Any, other: Any, names: tuple[str, str]) -> None
 def _are_numbers(names: Iterable[str]) -> bool:
     """Whether names say no more than numbers, as those do that transformers makes up."""
     return all(re.fullmatch(r"(label_?)?\d+", name.lower()) for name in names)
+
+
+def _begins(name: str, other: str) -> bool:
+    """Whether one of both begins with the other."""
+    return name.startswith(other) or other.startswith(name)
 
 
 def _shown(names: Sequence[str]) -> str:
