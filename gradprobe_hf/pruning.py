@@ -91,7 +91,8 @@ def prune_pretrained(
             `"self"` or `"pydoc"`, a part of `"pydoc"` that is never calibrated on. False: nothing.
         loss_fn: `loss_fn(model, batch)` returns the loss *summed* over tokens, in place of the model's own.
         metric_fn: `metric_fn(model)` returns a number of which more is better, an accuracy say: what `max_metric_drop`
-            is about, in place of the perplexity or the task's `metric`.
+            is about, in place of the perplexity or the task's `metric`. It may call the model, save it or read its
+            weights: they are the pruned ones meanwhile. Of an offloaded or sharded model it may call it alone.
         apply: False leaves the weights as they are; masks and report are made all the same.
         output_dir: where to save the checkpoint. An existing folder is refused unless `overwrite` is set.
         push_to_hub: upload it: to this repository, or with True to one of the name of `output_dir`.
@@ -216,11 +217,12 @@ def prune_pretrained(
     with result.applied(keep=apply):
         # None keeps its zeros if the main one could not save them.
         report = context.processes.in_all(partial(out.write, result, context.stopwatch), patiently=True)
-    if context.snapshots is not None:
-        # What was trained is saved by now: had that failed, the same call would go on from its last step.
-        context.snapshots.finish(*([FOLDER] if config.recovery_steps else []))
+        if context.snapshots is not None:
+            # What was trained is saved by now: had that failed, the same call would go on from its last step.
+            context.snapshots.finish(*([FOLDER] if config.recovery_steps else []))
+        handed_back = result.handed_back() if apply else ""
     report = replace(report, timings=dict(context.stopwatch.seconds))
-    return replace(result, report=report, weights=result.handed_back())
+    return replace(result, report=report, weights=handed_back or result.handed_back())
 
 
 def _snapshots(context: RunContext, resume_dir: str | Path | None, metric_fn: Metric | None) -> Snapshots | None:

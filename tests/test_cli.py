@@ -289,6 +289,10 @@ def test_a_file_of_options_and_the_command_line_over_it(checkpoint, tmp_path, gr
     recipe.write_text("pattern: 2:4\ndamping: 1e-3\n")
     assert configured("--config", recipe).group == (2, 4)
     assert configured("--damping", 0.5, "--config", recipe).damping == 0.5  # wherever it stands
+    GradProbeConfig(preset="fast").to_yaml(recipe)  # all that it comes to
+    assert configured("--config", recipe, "--pattern", "2:4") == GradProbeConfig(preset="fast", pattern="2:4")
+    recipe.write_text("preset: fast\nupdate: obs\n")
+    assert configured("--config", recipe, "--pattern", "2:4").update == "obs"
     recipe.write_text("evaluation: pydoc\noverwrite: true\n")
     options = read([*PRUNE, "--config", str(recipe), "--evaluation", "none"])
     assert (options.evaluation, options.overwrite) == (False, True), "what is asked for is nothing, and no default"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from itertools import product
 
+import numpy as np
 import pytest
 
-from gradprobe_hf import GradProbeConfig
+from gradprobe_hf import GradProbeConfig, RecoveryConfig
 from gradprobe_hf.config.presets import PRESETS, PRESETS_IN_GROUPS
 from gradprobe_hf.config.together import BELONGS
 from gradprobe_hf.config.values import PROBES
@@ -375,6 +376,19 @@ def test_every_valid_method_round_trips():
                 assert again == config
                 assert again.to_dict() == config.to_dict()
                 assert dataclasses.replace(config) == config
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    """A sweep over `np.linspace` failed when the card was written, behind all the work."""
+    given = {"dense_target": np.float64(0.3), "max_matrix_sparsity": np.float32(0.75), "num_samples": np.int64(8)}
+    config = GradProbeConfig(update="admm", probes=1, rounds=[np.float64(0.25), 0.5], **given)
+    config.to_yaml(tmp_path / "config.yaml")
+    assert GradProbeConfig.from_yaml(tmp_path / "config.yaml") == config
+    assert [type(getattr(config, name)) for name in given] == [float, float, int]
+    assert type(config.rounds[0]) is float
+    structure = GradProbeConfig(structure={"ffn": np.float64(0.25)})
+    assert type(structure.structure["ffn"]) is float
+    assert type(RecoveryConfig(learning_rate=np.float64(1e-4), steps=np.int32(3)).to_dict()["learning_rate"]) is float
 
 
 def test_yaml_means_what_it_looks_like(tmp_path):

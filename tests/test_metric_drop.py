@@ -10,6 +10,7 @@ import torch
 from gradprobe_hf.data.batches import from_iterable
 from gradprobe_hf.data.windows import EVALUATION_SEED
 from gradprobe_hf.decisions.search import allowed
+from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.maps.attachment import serving
@@ -117,6 +118,26 @@ def test_a_metric_of_ones_own_is_to_stay_high():
         assert point["metric"] == pytest.approx(1 - point["sparsity"], abs=1e-3)
         assert point["limit"] == pytest.approx(0.6)
         assert point["within"] == (point["metric"] >= point["limit"])
+
+
+@pytest.mark.parametrize("update", ["none", "admm"])
+def test_a_metric_may_save_the_model_or_read_its_weights(update, tmp_path):
+    """They were the dense ones, so that any sparsity kept the promise, in silence."""
+    model, values = cases.build("llama"), []
+    before = weights_fingerprint(model)
+
+    def saved(model):
+        model.save_pretrained(tmp_path)
+        other = type(model).from_pretrained(tmp_path)
+        values.append((-perplexity(other, text(3)), -perplexity(model, text(3))))
+        return values[-1][0]
+
+    found = searched(model, sparsity=0.8, max_metric_drop=1000.0, update=update, metric_fn=saved, apply=False)
+    (dense, _), (pruned, _) = values[0], values[-1]
+    assert found.report.sparsity == pytest.approx(0.8, abs=1e-3)
+    assert pruned < dense
+    assert all(one == pytest.approx(other, rel=1e-5) for one, other in values)
+    assert weights_fingerprint(model) == before
 
 
 def test_a_metric_is_of_the_model_as_it_predicts():

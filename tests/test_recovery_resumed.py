@@ -17,6 +17,7 @@ from transformers import Trainer
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.model.parameters import parameter_bytes
+from gradprobe_hf.recovery import resuming
 from gradprobe_hf.recovery.distil import distil
 from gradprobe_hf.recovery.resuming import check_own
 from gradprobe_hf.recovery.teacher import LiveTeacher
@@ -102,6 +103,38 @@ def test_one_killed_while_it_writes_what_it_is_of_begins_anew(tmp_path, monkeypa
     (folder / "recovery.json.partial").write_text('{"steps')
     check_own(folder, None)
     assert trained(student, dense, folder=folder, steps=2).steps == 2
+
+
+@pytest.mark.parametrize("removed", range(3))
+def test_one_killed_while_its_state_is_removed_goes_on_or_begins_anew(removed, tmp_path, monkeypatch):
+    dense, (student, _), folder = cases.build(DENSE), half_pruned(), tmp_path / "run"
+    options = {"steps": 4, "eval_steps": 2, "save_steps": 2}
+    whole = trained(copy.deepcopy(student), dense, folder=tmp_path / "whole", **options)
+    real, calls = resuming.shutil.rmtree, []
+
+    def fatal(path, **how):
+        if len(calls) == removed:
+            raise KilledError
+        calls.append(path)
+        real(path, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(resuming.shutil, "rmtree", fatal)
+        with pytest.raises(KilledError):
+            trained(copy.deepcopy(student), dense, folder=folder, **options)
+    check_own(folder, None)
+    again = trained(student, dense, folder=folder, **options)
+    assert (again.held_out, again.best_step) == (whole.held_out, whole.best_step)
+
+
+def test_a_checkpoint_whose_state_was_cut_off_is_no_whole_one(tmp_path):
+    for step, state in ((2, "{}"), (4, '{"global'), (6, "")):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    assert resuming._begun(tmp_path, {}) == tmp_path / "checkpoint-2"
+    for name in (".seen-abc", ".gradprobe-abc"):  # of a process that was killed while it looked whether it may write
+        (tmp_path / name).touch()
+    check_own(tmp_path, None)
 
 
 def test_a_checkpoint_that_lacks_parameters_is_not_gone_on_from(tmp_path, monkeypatch):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gradprobe_hf.checkpoint.replacing import replacing
+from gradprobe_hf.checkpoint.replacing import put_back, replacing
+from gradprobe_hf.checkpoint.write import check_destination
 
 KILLED = """
 import os, signal, sys
@@ -34,6 +35,43 @@ def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path):
         (scratch / "whole").write_text("whole")
     assert names(tmp_path) == sorted(["out", *(name for name in left if "other" in name)]), "of this folder alone"
     assert names(tmp_path / "out") == ["whole"]
+
+
+KILLED_BETWEEN = """
+import os, signal, sys
+from pathlib import Path
+from gradprobe_hf.checkpoint.replacing import replacing
+rename = Path.rename
+def killed(self, target):
+    rename(self, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+with replacing(Path(sys.argv[1])) as scratch:
+    (scratch / "new").write_text("new")
+    Path.rename = killed
+"""
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_what_was_about_to_be_replaced_is_put_back(is_checked, tmp_path):
+    """A process that is killed between its two renames leaves nothing under the name."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "before").write_text("before")
+    assert subprocess.run([sys.executable, "-c", KILLED_BETWEEN, tmp_path / "out"]).returncode < 0
+    assert not (tmp_path / "out").exists()
+    if is_checked:
+        with pytest.raises(FileExistsError, match="exists already"):
+            check_destination(tmp_path / "out", "", overwrite=False)
+    else:
+        with pytest.raises(ZeroDivisionError), replacing(tmp_path / "out"):
+            print(1 / 0)
+        assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["before"]
+    left = tmp_path / ".out.old-abc"
+    left.mkdir()
+    (left / "out").mkdir()
+    put_back(tmp_path / "out")
+    assert not left.exists(), "what it left that was killed while it removed the old one"
+    assert names(tmp_path / "out") == ["before"]
 
 
 def test_what_is_being_written_stays(tmp_path):

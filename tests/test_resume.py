@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -455,6 +455,58 @@ def test_a_state_half_deleted_is_not_a_state(tmp_path):
     assert states(tmp_path / "state") == ["probe-0-6"]
     with going_on():
         assert_same(run(tmp_path / "state", sparsity=0.5), whole("path"))
+
+
+@pytest.mark.parametrize("removed", range(4))
+def test_killed_while_the_state_is_removed_at_the_end_it_goes_on(removed, tmp_path):
+    kind, real, finish, calls = "sequential, admm", snapshots.shutil.rmtree, snapshots.Snapshots.finish, []
+
+    def fatal(path, *args, **kwargs):
+        if len(calls) == removed:
+            next(one for one in path.rglob("*") if one.is_file()).unlink()
+            die()
+        calls.append(path)
+        real(path, *args, **kwargs)
+
+    def fatally(*args):
+        with patch.object(snapshots.shutil, "rmtree", fatal):
+            finish(*args)
+
+    def doomed():
+        with patch.object(snapshots.Snapshots, "finish", fatally):
+            run(tmp_path / "state", **OPTIONS[kind])
+
+    assert in_child(doomed) == -signal.SIGKILL
+    assert (tmp_path / "state").exists()
+    assert_same(run(tmp_path / "state", **OPTIONS[kind]), whole(kind))
+    assert not (tmp_path / "state").exists()
+
+
+def test_interrupted_while_the_state_is_removed_the_model_is_as_it_was(tmp_path, monkeypatch):
+    model = cases.build("llama")
+    before = weights_fingerprint(model)
+    monkeypatch.setattr(snapshots.Snapshots, "finish", Mock(side_effect=KeyboardInterrupt))
+    options = {"sparsity": 0.5, "resume_dir": tmp_path / "state"}
+    with pytest.raises(KeyboardInterrupt):
+        cases.prune(model, cases.batches("llama"), apply=True, **options)
+    assert weights_fingerprint(model) == before
+
+
+def test_a_state_that_another_run_has_saved_meanwhile_is_not_taken_for_ones_own(tmp_path, monkeypatch):
+    """Both were begun before either had a state."""
+    read = snapshots.Snapshots.record
+
+    def later(self, *args, **options):
+        with monkeypatch.context() as first:
+            first.setattr(snapshots.Snapshots, "record", read)
+            self.identity, own = {**self.identity, "config.sparsity": 0.3}, self.identity
+            read(self, *args, **options)
+            self.identity = own
+            read(self, *args, **options)
+
+    monkeypatch.setattr(snapshots.Snapshots, "record", later)
+    with pytest.raises(ValueError, match=r"another run has saved its state in .* meanwhile"):
+        run(tmp_path / "state", sparsity=0.5)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left")])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import glob
 import re
 import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -29,6 +30,7 @@ def replacing(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     begins = _beside(path, "partial")
     remove_abandoned(path.parent, begins)
+    put_back(path)
     scratch = path.with_name(begins + secrets.token_hex(6))
     try:
         scratch.mkdir()  # inside the try: an interrupt right after it must not leave the folder behind
@@ -43,6 +45,19 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def put_back(path: Path) -> None:
+    """Undo half a change of places: of a process that was killed between its two renames `path` is in the old folder.
+
+    What lies beside a `path` that is there is left of one that was killed while it removed that.
+    """
+    for old in path.parent.glob(f"{glob.escape(_beside(path, 'old'))}*"):
+        with held(old) as is_abandoned, suppress(OSError):
+            if is_abandoned:
+                if not path.exists() and (old / path.name).exists():
+                    (old / path.name).rename(path)
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def _beside(path: Path, kind: str) -> str:
@@ -65,12 +80,13 @@ def _swap(scratch: Path, path: Path) -> None:
         scratch.rename(path)
         return
     old = Path(tempfile.mkdtemp(prefix=_beside(path, "old"), dir=path.parent))
-    try:
-        path.rename(old / path.name)
-        scratch.rename(path)
-    except BaseException:
-        if not path.exists():
-            (old / path.name).rename(path)
+    with held(old):
+        try:
+            path.rename(old / path.name)
+            scratch.rename(path)
+        except BaseException:
+            if not path.exists():
+                (old / path.name).rename(path)
+            shutil.rmtree(old, ignore_errors=True)
+            raise
         shutil.rmtree(old, ignore_errors=True)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

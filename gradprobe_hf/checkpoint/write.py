@@ -22,7 +22,7 @@ from gradprobe_hf.checkpoint.companions import copy_companions
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
 from gradprobe_hf.checkpoint.own_files import is_checkpoint, other_files, own_classes
 from gradprobe_hf.checkpoint.reloads import check_reloads
-from gradprobe_hf.checkpoint.replacing import replacing
+from gradprobe_hf.checkpoint.replacing import put_back, replacing
 from gradprobe_hf.checkpoint.smaller import is_written_again, save_smaller
 from gradprobe_hf.checkpoint.written import check_written
 from gradprobe_hf.config.config import GradProbeConfig
@@ -73,6 +73,7 @@ def check_destination(directory: str | Path, model_name: str, overwrite: bool) -
             f"output_dir={str(directory)!a} (--output) is not UTF-8, as its path has to be: choose another folder, "
             "or set a UTF-8 locale (LC_ALL=C.UTF-8)."
         ) from None
+    put_back(path.absolute())
     if model_name and path.exists() and Path(model_name).exists() and path.samefile(model_name):
         raise ValueError(f"{directory} is a model that is read; write the result to another folder.")
     if not path.exists():

@@ -175,4 +175,7 @@ def option_values(options: argparse.Namespace) -> dict[str, Any]:
         values = {name: value for name, value in values.items() if name not in PRESET_FIELDS}
     if options.pattern is not None:
         values.pop("sparsity", None)
+        if values.get("preset") is not None and all(name in values for name in METHOD):
+            # A file that was written names both the preset and the method it came to; of this pattern it is another.
+            values = {name: value for name, value in values.items() if name == "preset" or name not in PRESET_FIELDS}
     return values | given(options, *CONFIG_FIELDS)

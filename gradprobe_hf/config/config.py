@@ -33,6 +33,7 @@ class GradProbeConfig(ResolvedOptions):
     __doc__ = PruningOptions.__doc__
 
     def __post_init__(self) -> None:
+        self.make_plain()
         check_values({name: getattr(self, name) for name in self.defaults()}, self.defaults())
         TextOptions.of(self)  # refuses what is wrong in it
         object.__setattr__(self, "gradient_threshold", threshold(self.gradient_threshold))

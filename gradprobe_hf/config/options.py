@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import yaml
 
 from gradprobe_hf.runtime.names_elsewhere import NamesElsewhere, unknown_option
@@ -29,6 +30,11 @@ class Options:
             if name not in known:
                 raise TypeError(f"{cls.__name__}: {unknown_option(name, known, cls.elsewhere)}")
         return super().__new__(cls)
+
+    def make_plain(self) -> None:
+        """NumPy's numbers become Python's, a sweep's over `np.linspace` say: neither YAML nor JSON knows them."""
+        for field in fields(self):
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -76,3 +82,11 @@ class Options:
             return cls.from_dict(values)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value

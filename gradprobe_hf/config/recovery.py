@@ -120,6 +120,7 @@ class RecoveryConfig(Options):
     save_steps: int = 50
 
     def __post_init__(self) -> None:
+        self.make_plain()
         for name, least in _WHOLE.items():
             if getattr(self, name) is not None or self.defaults()[name] is not None:
                 whole(name, getattr(self, name), at_least=least)

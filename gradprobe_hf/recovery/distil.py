@@ -31,7 +31,14 @@ from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import Target, default_targets, every_matrix, find_targets
 from gradprobe_hf.recovery.adapters import with_adapters
 from gradprobe_hf.recovery.divergence import divergence_as_left
-from gradprobe_hf.recovery.resuming import PREDICTIONS, checkpoint_to_resume, disk_errors, ended_state, seconds_until
+from gradprobe_hf.recovery.resuming import (
+    PREDICTIONS,
+    checkpoint_to_resume,
+    disk_errors,
+    ended_state,
+    remove_state,
+    seconds_until,
+)
 from gradprobe_hf.recovery.teacher import LiveTeacher, Teacher, Writing, written
 from gradprobe_hf.recovery.text import RecoveryText
 from gradprobe_hf.recovery.trainer import (
@@ -124,6 +131,9 @@ def workplace(
         finished = not keeps
     finally:
         if (finished or resume_dir is None) and processes.is_main:
+            if resume_dir is not None:
+                with suppress(OSError):
+                    remove_state(folder)
             remove_scratch(folder)
         with suppress(OSError):  # nothing was begun
             folder.rmdir()

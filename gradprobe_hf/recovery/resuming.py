@@ -35,6 +35,8 @@ _UNFINISHED = ".tmp??????"
 # All that a recovery writes in its folder; what others write by such names, too, is ours with our identity beside it.
 _IDENTITY_PARTIAL = f"{IDENTITY_NAME}.partial"
 _OWN, _SHARED = (IDENTITY_NAME, _IDENTITY_PARTIAL, BEST_NAME, PREDICTIONS, "own_text-*"), ("checkpoint-*", _UNFINISHED)
+# Files that tell whether a folder can be written to, and is seen by all processes: another one's, or left by a kill.
+_TRIED = (".gradprobe-*", ".seen-*")
 
 _NAMED = "choose another resume_dir (--resume-dir)"
 _TEMPORARY = "name a folder with more room in the environment variable TMPDIR"
@@ -95,7 +97,7 @@ def check_own(folder: Path, output_dir: str | Path | None) -> None:
     A Trainer's own checkpoints have the names of ours: those without our identity beside them are not.
     """
     inside = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    own = (*_OWN, *_SHARED) if IDENTITY_NAME in inside else _OWN
+    own = (*_OWN, *_SHARED, *_TRIED) if IDENTITY_NAME in inside else (*_OWN, *_TRIED)
     if others := sorted(name for name in inside if not any(fnmatch(name, pattern) for pattern in own)):
         shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         raise ValueError(
@@ -159,8 +161,28 @@ def _begun(folder: Path, identity: Mapping[str, Any]) -> Path | None:
         unfinished.write_text(json.dumps(identity), encoding="utf-8")
         unfinished.replace(path)  # a kill leaves it whole or not at all
     # Trainer writes its state last: what has none was being written when the run was killed.
-    whole = [one for one in folder.glob("checkpoint-*") if (one / TRAINER_STATE_NAME).exists()]
+    whole = [one for one in folder.glob("checkpoint-*") if _is_whole(one)]
     return max(whole, key=lambda one: int(one.name.split("-")[-1]), default=None)
+
+
+def remove_state(folder: Path) -> None:
+    """Remove the folder of a recovery that is done. Killed meanwhile, the same call goes on, or begins anew: what says
+    that a checkpoint is whole goes before it, and what says whose they are goes last."""
+    for state in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}"):
+        state.unlink(missing_ok=True)
+    for one in folder.iterdir():
+        if one.is_dir():
+            shutil.rmtree(one, ignore_errors=True)
+        elif one.name != IDENTITY_NAME:
+            one.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        return isinstance(json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError):  # not there, or cut off
+        return False
 
 
 def _identity(config: RecoveryConfig, processes: Processes, of: Mapping[str, str]) -> dict[str, Any]:

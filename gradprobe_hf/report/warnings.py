@@ -95,10 +95,16 @@ def _emptied(run: FinishedRun) -> str | None:
     if not names:
         return None
     sample = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    if run.config.group is None and run.config.budget_scope in ("global", "block"):
+        remedy = (
+            f"max_matrix_sparsity={(1 + run.config.final_sparsity) / 2:.6g} (--max-matrix-sparsity) leaves some in "
+            "each that is large enough."
+        )
+    else:  # each row, or matrix, has the whole budget, and rounds it
+        remedy = "A lower sparsity, or scope='global' (--scope), leaves some in each."
     return (
         f"{len(names)} of {len(run.rows)} matrices have no weight left ({sample}): by this calibration theirs cost "
-        f"nothing, or less than all others. max_matrix_sparsity={(1 + run.config.final_sparsity) / 2:.3g} "
-        "(--max-matrix-sparsity) leaves some in each."
+        f"nothing, or less than all others. {remedy}"
     )
 
 
@@ -189,7 +195,7 @@ def _zeros_filled(run: FinishedRun) -> str | None:
         f"The model had {run.zeros_before / run.weights:.1%} zeros, and {filled:,} of them "
         f"({filled / run.zeros_before:.1%}) are none now: a weight update gives kept weights new values, and may keep "
         "what was zero; an n:m pattern that held before may hold no more. Prune the dense model to what you want at "
-        "once, or set update='none', which fills no zero."
+        "once, or set update='none' without a refinement, which fills no zero."
     )
 
 

@@ -22,7 +22,7 @@ from gradprobe_hf.reconstruction.task import Reconstruction
 from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.decision import BlockSaver, PruningDecision, blocks_before, recall_decision, save_decision
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.evaluate import Judge, judged, served
+from gradprobe_hf.run.evaluate import Judge, judged, served, written
 from gradprobe_hf.run.probing.schedule import decide_in_rounds, search
 from gradprobe_hf.run.probing.sequential import decide_in_order
 from gradprobe_hf.run.shapes.search import choose_shape, with_shape
@@ -175,9 +175,10 @@ class _Measured:
     def __call__(self, masks: PackedMasks) -> float:
         context = self.context
         made = conclude(context, masks, self.diagnostics) if masks else PruningDecision(masks)
-        with context.stopwatch("evaluate attempts"), served(context, made):
-            if self.judge is not None:
+        if self.judge is not None:
+            with context.stopwatch("evaluate attempts"), written(context, made):
                 return self.sign * judged(context, self.judge.metric)
+        with context.stopwatch("evaluate attempts"), served(context, made):
             if context.metric is not None:
                 return self.sign * measure_metric(context.workload_on(context.selection), context.metric)
             found = measure(context.workload_on(context.selection), "evaluation", allows_nan=bool(masks))

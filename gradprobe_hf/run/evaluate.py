@@ -14,9 +14,12 @@ from torch import Tensor
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.perplexity import Measurement, measure
 from gradprobe_hf.evaluation.task_metric import measure_metric
+from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.passes.patches import eval_mode
 from gradprobe_hf.model.passes.routing import routed
 from gradprobe_hf.probe.maps.attachment import serving
+from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
 
@@ -89,6 +92,22 @@ def served(context: RunContext, decision: PruningDecision) -> Iterator[None]:
         routed(context.model, routes),
         serving(context.model, targets, decision.masks, new_weights=decision.new_weights),
     ):
+        yield
+
+
+@contextmanager
+def written(context: RunContext, decision: PruningDecision) -> Iterator[None]:
+    """The same, in its weights too: a metric of the user's own may save them, or read them into another model.
+
+    Of a model that is not in memory in one piece, whose weights would have to be written and read back, as `served`.
+    """
+    model = context.model
+    if is_offloaded(model) or is_sharded(model):
+        with served(context, decision):
+            yield
+        return
+    routes = {} if decision.removal is None else decision.removal.routes
+    with applied(model, context.targets, decision.masks, False, decision.new_weights, routes):
         yield
 
 

@@ -150,6 +150,8 @@ class Snapshots:
     def read(self, step: Step) -> Snapshot:
         """The newest state of a step. A collective where processes go on in step."""
         states = {_position(state): state for state in self._states() if _step_of(state) == step}
+        if not states:
+            raise _damaged(self.own, FileNotFoundError(f"no state of {step.name}"))
         position = max(states)
         if self.in_step:
             position = int(self.processes.min_(torch.tensor(position)))
@@ -166,6 +168,11 @@ class Snapshots:
         self.own.mkdir(parents=True, exist_ok=True)
         path = self.own / f"{step.name}-{position}"
         if path.exists():
+            if _read(path)["identity"] != json.loads(json.dumps(self.identity)):
+                raise ValueError(
+                    f"another run has saved its state in {self.folder} meanwhile: give each its own resume_dir "
+                    "(--resume-dir)."
+                )
             return
         for unfinished in self.own.glob("*.partial"):
             shutil.rmtree(unfinished)
@@ -211,7 +218,10 @@ class Snapshots:
             known = {folder_of(self.folder, replace(self.processes, rank=rank)) for rank in range(self.processes.count)}
             common += [one for one in self.folder.glob("process-*") if one not in known and _is_of_a_process(one)]
         with uninterrupted(), suppress(OSError):
-            for one in (*common, self.own):
+            # The newest first: killed meanwhile, the same call goes on from what is left.
+            for state in sorted(self._states(), key=lambda one: (_step_of(one), _position(one)), reverse=True):
+                _drop(state)
+            for one in (self.own, *common):
                 shutil.rmtree(one, ignore_errors=True)
             self.folder.rmdir()  # not where others are not done with theirs, or have just done this
 
