@@ -10,7 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli import main
@@ -23,6 +30,7 @@ from gradprobe_hf.estimation.passes import activation_bytes, by_formula, cost_of
 from gradprobe_hf.estimation.sizes import AccumulatorSizes, BatchSizes, ModelSizes, Sizes, accumulator_bytes
 from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.memory import checkpointing
+from gradprobe_hf.model.families import sample_batch
 from gradprobe_hf.model.loading.checkpoint_class import model_class
 from gradprobe_hf.model.loading.load import load_config, skeleton
 from gradprobe_hf.model.passes import upcast
@@ -619,3 +627,13 @@ def test_a_configuration_with_an_infinite_value_is_estimated():
     model = family.make()
     assert math.inf in model.config.time_step_limit
     assert activation_bytes(model, 2, 12, checkpointed=False) > 0
+
+
+def test_what_a_model_of_speech_writes_is_no_longer_than_it_can():
+    """Whisper reads 1,500 frames and writes 448 tokens at most: the default length was refused, and a formula stood in
+    that sees none of the frames."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_target_positions": 48}
+    model = skeleton(WhisperConfig(**sizes, **heads), WhisperForConditionalGeneration)
+    batch = sample_batch(model, 2, 512)
+    assert batch["labels"].shape == (2, 48)

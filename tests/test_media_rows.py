@@ -206,3 +206,5 @@ def test_samples_of_another_scale_are_refused(scale, dtype):
     with pytest.raises(ValueError, match=r"audio must be samples from -1 to 1, .*divide those of 16 bits by 32768"):
         as_wave(given, 16_000)
     assert as_wave(np.zeros(8, dtype="int16"), 16_000).dtype == np.float32  # silence
+    with pytest.raises(ValueError, match="samples that are no numbers"):
+        as_wave(np.where(tone > 0, tone, np.nan), 16_000)

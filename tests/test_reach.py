@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,8 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MobileViTConfig,
+    MobileViTForImageClassification,
 )
 
 from gradprobe_hf import GradProbeConfig, compare_pretrained, sweep_gradient_thresholds
@@ -267,3 +272,15 @@ def test_a_block_that_the_loss_does_not_depend_on_is_no_reason_to_name_a_width()
     parts = [{"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.randint(0, 3, (2, 32, 32))} for _ in range(2)]
     with pytest.raises(ValueError, match=r"does not reach beit\.layers\.4, beit\.layers\.5, on whose output the loss"):
         cases.prune(model, parts, structure={"ffn": 8}, update="none")
+
+
+def test_what_is_advised_where_most_can_never_go_names_all_that_can():
+    """It named the first four kinds of attention, and a sixth of what could go went."""
+    sizes = {"hidden_sizes": [16] * 3, "neck_hidden_sizes": [16, 16, 24, 48, 64, 80, 160], "num_attention_heads": 2}
+    model = MobileViTForImageClassification(MobileViTConfig(image_size=64, **sizes))
+    batch = {"pixel_values": torch.rand(2, 3, 64, 64), "labels": torch.tensor([0, 1])}
+    with pytest.raises(ValueError, match=r"To prune those, ask for them by name: include=\[") as refused:
+        cases.prune(model, [batch], processing_class=None)
+    named = ast.literal_eval(re.search(r"include=(\[.*\])", str(refused.value))[1])
+    of_all = {target.name for target in find_targets(model)}
+    assert {target.name for target in find_targets(model, include=named)} == of_all

@@ -514,7 +514,8 @@ def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, to
         images = _images(model, rows)
         return {name: images, "labels": _ids(rows, *images.shape[2:]) if per_pixel else _ids(rows, *written)}
     if name == "input_features":
-        labels = _ids(rows) if _is_classifier(model) else _ids(rows, length if config.is_encoder_decoder else 2)
+        tokens = min(length, getattr(config, "max_target_positions", length)) if config.is_encoder_decoder else 2
+        labels = _ids(rows) if _is_classifier(model) else _ids(rows, tokens)
         return {name: _values(model, rows, *_features_of_speech(model, length)), "labels": labels}
     if name == "input_values" and hasattr(config, "conv_stride"):  # sound as it is, of which convolutions make tokens
         samples = math.prod(config.conv_stride) * length + sum(config.conv_kernel)

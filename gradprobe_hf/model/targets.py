@@ -223,6 +223,14 @@ def matches(pattern: str, name: str) -> bool:
     return name == pattern or name.endswith("." + pattern) or fnmatchcase(name, pattern)
 
 
+def patterns_of(model: nn.Module, targets: Sequence[Target]) -> list[str]:
+    """Patterns for `include` that name these targets and nothing else that could be pruned."""
+    parameters = {target.parameter for target in targets}
+    modules = {site.module for target in targets for site in target.sites if target.expert is None}
+    names = [use.name for use in plain_uses(model)]
+    return covering_patterns([name for name in names if name in modules | parameters], names)
+
+
 def covering_patterns(wanted: Sequence[str], names: Sequence[str]) -> list[str]:
     """Patterns that match all the wanted of these names, and none of the others; as few as their prefixes allow.
 

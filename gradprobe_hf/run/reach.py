@@ -19,8 +19,7 @@ import torch
 
 from gradprobe_hf.model.families import expert_kind
 from gradprobe_hf.model.passes.loss import Batch
-from gradprobe_hf.model.sites import plain_uses
-from gradprobe_hf.model.targets import Target, covering_patterns, matches
+from gradprobe_hf.model.targets import Target, matches, patterns_of
 from gradprobe_hf.probe.engine import ProbePass, Workload, reached_inputs, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.context import RunContext
@@ -116,7 +115,7 @@ def _check_reached(context: RunContext, reached: Sequence[Target], unreached: Se
         return
     remedy = "Calibrate on what reaches them (images, audio, labels)"
     if reached:
-        patterns = _patterns(context, reached)
+        patterns = patterns_of(context.model, reached)
         flags = " ".join(f"--include '{pattern}'" for pattern in patterns)
         remedy += f", or ask for what is reached by name: include={patterns} ({flags})"
     raise ValueError(
@@ -134,14 +133,6 @@ def _check_blocks_reached(context: RunContext, reached: Sequence[Target]) -> Non
             f"structure cuts all blocks alike, and the calibration does not reach {', '.join(missing[:3])}, on whose "
             "output the loss does not depend. Calibrate on what reaches all of them, or prune without structure."
         )
-
-
-def _patterns(context: RunContext, reached: Sequence[Target]) -> list[str]:
-    """Patterns for `include` that name what is reached and nothing else that could be pruned."""
-    parameters = {target.parameter for target in reached}
-    modules = {site.module for target in reached for site in target.sites if target.expert is None}
-    names = [use.name for use in plain_uses(context.model)]
-    return covering_patterns([name for name in names if name in modules | parameters], names)
 
 
 def _names(pattern: str, target: Target) -> bool:

@@ -253,6 +253,8 @@ def as_wave(value: Any, rate: int) -> Any:
         ) from error
     if wave.ndim != 1 or not len(wave):
         raise ValueError(f"audio must be samples [time] of one channel, got an array of shape {list(wave.shape)}.")
+    if not np.isfinite(wave).all():
+        raise ValueError("a recording holds samples that are no numbers (NaN or infinite): leave it out.")
     loudest = float(np.abs(wave).max())
     if loudest > LOUDEST or (whole and loudest > 1):
         raise ValueError(

@@ -15,11 +15,10 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.families import block_of
 from gradprobe_hf.model.parameters import aliases, own_parameters
 from gradprobe_hf.model.sites import plain_uses
-from gradprobe_hf.model.targets import Target
+from gradprobe_hf.model.targets import Target, patterns_of
 
 MENTIONED = 0.1  # of the weights of the blocks: from here on a report says that they stay
 LEAST_KNOWN = 0.5  # of them: with less, they have to be asked for by name
-NAMED = 4  # roles, of those that can go
 
 
 def check_known(model: nn.Module, targets: Sequence[Target], config: GradProbeConfig) -> None:
@@ -27,11 +26,10 @@ def check_known(model: nn.Module, targets: Sequence[Target], config: GradProbeCo
     own, share = _own_maps(model)
     if share <= 1 - LEAST_KNOWN or config.include or config.structure is not None:
         return
-    roles = list(dict.fromkeys(target.role for target in targets))
     raise ValueError(
         f"{share:.0%} of the weights in the blocks of {type(model).__name__} cannot be pruned ({_sample(own)}): they "
         "are no nn.Linear, Conv1D or fused experts that compute as these do, and a sparsity would be one of the few "
-        f"others. To prune those, ask for them by name: include={roles[:NAMED]} (--include)."
+        f"others. To prune those, ask for them by name: include={patterns_of(model, targets)} (--include)."
     )
 
 
