@@ -54,7 +54,7 @@ def put_back(path: Path) -> None:
     """
     for old in path.parent.glob(f"{glob.escape(_beside(path, 'old'))}*"):
         with held(old) as is_abandoned, suppress(OSError):
-            if is_abandoned:
+            if is_abandoned and all(one.name == path.name for one in old.iterdir()):  # else it is somebody's own
                 if not path.exists() and (old / path.name).exists():
                     (old / path.name).rename(path)
                 shutil.rmtree(old, ignore_errors=True)

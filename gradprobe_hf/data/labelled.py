@@ -313,7 +313,7 @@ def _by_name(names: LabelNames, source: str) -> str:
         )
     if not names.renumbered:
         return ""
-    shown = [f"{name!r} is {model_s!r}" for name, model_s in list(names.in_other_words.items())[:4]]
+    shown = [f"{name!r} is {own!r}" for name, own in list(names.in_other_words.items())[:4]]
     more = ", ..." * (len(names.in_other_words) > len(shown))
     return ", labels matched to the model's by name" + (f": {', '.join(shown)}{more}" if shown else "")
 

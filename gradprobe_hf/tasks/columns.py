@@ -314,7 +314,7 @@ class LabelNames:
         if not self.renumbered:
             return {}
         pairs = zip(self.stored, self.matched, strict=True)
-        return {name: model_s for name, model_s in pairs if name.lower() != model_s.lower()}
+        return {name: own for name, own in pairs if name.lower() != own.lower()}
 
     @property
     def sorted_as_text(self) -> bool:
@@ -327,14 +327,12 @@ class LabelNames:
     @cached_property
     def _parts(self) -> dict[str, str]:
         """Of the model's names that are lists of words, as ImageNet's are, "tench, Tinca tinca": word -> name."""
-        words = [(part.strip(), name) for name in self.ids for part in name.lower().split(",")]
-        how_often = Counter(word for word, _ in words)
-        return {word: name for word, name in words if how_often[word] == 1}
+        return _of_one((part.strip(), name) for name in self.ids for part in name.lower().split(","))
 
     @cached_property
     def _counted(self) -> dict[str, str]:
         """Of the model's names that begin with a number, "1 star": number -> name."""
-        return {found[0]: name for name in self.ids if (found := re.match(r"\d+(?=\D)", name))}
+        return _of_one((found[0], name) for name in self.ids if (found := re.match(r"\d+(?=\D)", name)))
 
     def number(self, value: Any, where: str) -> int:
         """The model's number of a label.
@@ -424,6 +422,13 @@ def check_one_numbering(config: Any, other: Any, names: tuple[str, str]) -> None
 def _are_numbers(names: Iterable[str]) -> bool:
     """Whether names say no more than numbers, as those do that transformers makes up."""
     return all(re.fullmatch(r"(label_?)?\d+", name.lower()) for name in names)
+
+
+def _of_one(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """What belongs to one name alone -> that name."""
+    pairs = list(pairs)
+    how_often = Counter(what for what, _ in pairs)
+    return {what: name for what, name in pairs if how_often[what] == 1}
 
 
 def _begins(name: str, other: str) -> bool:
