@@ -238,6 +238,18 @@ def test_texts_without_images_stand_among_those_with_one(column, nothing):
     assert sorted(one for one in said if "<image>" not in one) == rows["text"][:2]
 
 
+def test_rows_of_two_images_and_of_none_are_no_rows_of_one_each():
+    """Cut by rows, the second image of one would be the other's."""
+    rows = CASES["llava"].rows()
+    images = [[rows["image"][0], rows["image"][1]], []] * 2
+    given = Dataset.from_dict({"images": images, "text": ["<image> and <image>", "no image at all"] * 2})
+    found = batches("llava", given, samples=4, batch_size=4)
+    assert [len(batch["input_ids"]) for batch in found] == [1] * 4
+    assert sorted(len(batch["pixel_values"]) if "pixel_values" in batch else 0 for batch in found) == [0, 0, 2, 2]
+    for batch in found:
+        assert summed_loss(build("llava"), batch)[0].isfinite(), "each has the places that its images fill"
+
+
 @pytest.mark.parametrize("given", ["batches", "nothing", "rows"])
 def test_tokens_of_an_image_are_not_predicted_where_labels_are_not_given(given):
     """As a processor makes a batch for `generate`: every token of an image would be a word to predict."""

@@ -39,6 +39,7 @@ from gradprobe_hf.tasks.columns import (
     value_of,
 )
 from gradprobe_hf.tasks.media_batches import hears_padding, pads_to_one_length
+from gradprobe_hf.tasks.media_tokens import words_of
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import OF_MEDIA, Task
 from gradprobe_hf.tasks.text_batches import glues_words
@@ -218,7 +219,7 @@ class Labels:
         felt = feels or (hears and hears_padding(rows, reader))
         if felt:
             tell_one_by_one()
-        if felt or any(map(_mixes_rows, items)):
+        if felt or any(_mixes_rows(item, self.model.config) for item in items):
             items = [spec.task.batch_of([row], reader) for row in rows]
         items = [teacher_forced(item, self.model) for item in items]
         if label and spec.task.compares == "texts":
@@ -492,9 +493,15 @@ def _pads(item: Mapping[str, Any], reader: RowReader) -> bool:
     return isinstance(ids, Tensor) and bool((ids[:, -1] == reader.pad_token_id).any())
 
 
-def _mixes_rows(item: Mapping[str, Any]) -> bool:
+def _mixes_rows(item: Mapping[str, Any], config: Any) -> bool:
     """Whether a batch has the patches of all images one after the other (Qwen-VL), or images of some rows alone."""
-    return len({len(value) for value in item.values() if isinstance(value, Tensor)}) > 1
+    if len({len(value) for value in item.values() if isinstance(value, Tensor)}) > 1:
+        return True
+    if "pixel_values" not in item or "input_ids" not in item:
+        return False
+    # As many images as rows, by chance: then one has several, and another none.
+    of_images = (words_of(item["input_ids"], config) == IGNORED).any(1)
+    return bool(of_images.any()) and not bool(of_images.all())
 
 
 def _cut(items: Sequence[Mapping[str, Any]], reader: RowReader) -> str:

@@ -26,7 +26,7 @@ def notes_on(
     """Notes on an estimate; `cost` and `batch` are those without recomputation."""
     notes = []
     if not cost.simulated:
-        notes.append("this architecture cannot be run without data: activations are a rough formula's")
+        notes.append("activations are a rough formula's: the model could not be run without data here")
     if config.batch_size == "auto":
         notes.append("batch_size='auto': counted for batches of one")
     if config.evaluation_protocol == "paper":
