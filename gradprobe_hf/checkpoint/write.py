@@ -54,6 +54,8 @@ from gradprobe_hf.structures.removal import Removal
 
 logger = logging.getLogger(__name__)
 
+_QUANTISED = 0.9  # of the plain weights' bytes: smaller files hold some of them in fewer bits
+
 
 def check_destination(directory: str | Path, model_name: str, overwrite: bool) -> None:
     """Refuse, before any work, a folder that must not be replaced.
@@ -281,11 +283,13 @@ def _dense_compressed(made: Checkpoint, dense: int, scratch: Path) -> dict[str, 
     before = made.report.files or {}
     if before.get("dense") == dense:
         return {name: before.get(name) for name in ("dense_zstd", "dense_hub")}
-    of_other_types = made.report.model.keys() & {"adapter", "stored_as"}
-    others = made.report.recovered_towards or of_other_types or made.report.made_of != DENSE
+    others = made.report.recovered_towards or made.report.model.get("adapter") or made.report.made_of != DENSE
     if others or not is_loaded_here(made.model) or stored_dtype(made.model) != made.model.dtype:
         return {"dense_zstd": None, "dense_hub": None}
-    sizes = FileSizes.of(stored_weights(made.model), scratch)
+    stored = stored_weights(made.model)
+    if sum(file.stat().st_size for file in stored) < _QUANTISED * dense:  # whatever most of them are: embeddings, say
+        return {"dense_zstd": None, "dense_hub": None}
+    sizes = FileSizes.of(stored, scratch)
     return {"dense_zstd": sizes.zstd, "dense_hub": sizes.hub}
 
 
