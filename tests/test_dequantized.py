@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 import torch
@@ -95,22 +94,12 @@ def test_what_was_fp8_is_saved_in_the_dtype_that_was_measured(name, dtype, confi
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored.keys() == load_file(tmp_path / "plain" / "model.safetensors").keys()
     assert {tensor.dtype for tensor in stored.values()} == {dtype}
-    # As many bytes as the dense weights would have plain: those of the files that were read are fewer.
-    assert found.report.files["dense_zstd"] is None
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert re.search(rf"weights on the disk, MB \| [\d.]+, as {str(dtype).removeprefix('torch.')} \|", card)
+    assert found.report.files["dense_zstd"] is None, (
+        "the files that were read are smaller than what it was made of them"
+    )
     if found.report.structure is None:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         assert cases.changed(loaded, cases.bits(found.model)) == []
-
-
-def test_what_was_dequantised_before_has_files_of_its_own_type(tmp_path):
-    prune(as_fp8("llama", tmp_path / "fp8"), tmp_path / "plain", GradProbeConfig(sparsity=0.0, score="magnitude"))
-    found = prune(tmp_path / "plain", tmp_path / "out")
-    assert found.report.model["stored_as"] == "fp8", "they have that rounding in them"
-    assert "float32" not in next(
-        line for line in (tmp_path / "out" / "README.md").read_text().splitlines() if "weights on the disk" in line
-    )
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -108,7 +109,9 @@ def test_weights_that_are_loaded_in_another_type_than_stored_are_said(pieces, tm
     assert [one for one in found.warnings if said in one]
     assert caplog.text.count(said) == 1
     assert found.model["converted_from"] == "float32"
-    assert f"T{said}" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert f"T{said}" in card
+    assert re.search(r"weights on the disk, MB \| [\d.]+, as bfloat16 \|", card)
     kept = load(base, dtype="float32")
     assert (kept.model.dtype, kept.converted_from, kept.warnings) == (torch.float32, None, ())
 

@@ -16,12 +16,12 @@ def size_of_files(report: Report) -> dict[str, str] | None:
 
 
 def in_another_type(report: Report) -> str:
-    """Behind the dense model's size: that of its weights as they were loaded, where its files have another type."""
-    if report.recovered_towards is not None or report.files is None:
-        return ""
-    # What was dequantised before, and saved so, has files that were measured.
-    was_dequantised = "stored_as" in report.model and report.files.get("dense_zstd") is None
-    return f", as {report.model['dtype']}" if was_dequantised or "converted_from" in report.model else ""
+    """Behind the dense model's size: that of its weights as they were loaded, where its files have another plain type.
+
+    What is `stored_as` a quantised one may have been dequantised before, and saved so.
+    """
+    is_other = report.recovered_towards is None and "converted_from" in report.model
+    return f", as {report.model['dtype']}" if is_other else ""
 
 
 def _shown(files: dict[str, int | None], stored: str, prefix: str) -> str:
