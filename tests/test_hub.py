@@ -419,6 +419,7 @@ def test_a_tokenizer_of_an_earlier_push_is_not_there_beside_the_new_one(hub, use
     """Its template and special tokens would be read with the new one, and what was measured had others."""
     old = ["chat_template.jinja", "special_tokens_map.json", "tokenizer.model", "generation_config.json"]
     kept = ["notes.txt", "preprocessor_config.json", "model.gguf", "onnx/model.onnx", "word2vec.model", "vocab.pt"]
+    kept += ["how-to-merge-the-adapter.md", "my-adapter"]
     kept += ["q50/spiece.model", "original/tokenizer.model", "vision/model.safetensors"]  # other models' files
     own = ["gradprobe_config.json", "LICENSE-adapter.txt", "assets/sparsity.png"]  # of the run that had pruned it
     new = {"with": ["model.safetensors", "tokenizer_config.json"], "without": ["model.safetensors"]}

@@ -27,7 +27,10 @@ MAIN = "main"
 # shards, and some libraries go by an index that is there.
 _OLD_MODEL = r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|generation_config\.json"
 # What this package has said of an earlier model there: `inspect` and a recovery would take it for the new one's.
-_OLD_RUN = r"gradprobe_(config|report)\.json|[\w-]+-adapter(\.(md|txt|pdf))?|assets/(sparsity|perplexity|speed)\.png"
+_OLD_RUN = (
+    r"gradprobe_(config|report)\.json|assets/(sparsity|perplexity|speed)\.png|"
+    r"(LICEN[CS]E|NOTICE|USE_POLICY)([-_]\w+)?-adapter(\.(md|txt|pdf))?"
+)
 # A template, special tokens and vocabularies, of which transformers takes what is there. They stay where no tokenizer,
 # or no processor, is uploaded: somebody may have put them there for this model.
 _OLD_TOKENIZER = (
