@@ -213,6 +213,7 @@ def prune_pretrained(
         NewWeights() if recovered is None else recovered.parameters,
         decision.removal,
     )
+    out = out.settled(context.model, context.processes)
     # Whatever fails in here, even an upload, gives the weights back; a checkpoint that was written stays.
     with result.applied(keep=apply):
         # None keeps its zeros if the main one could not save them.
@@ -222,7 +223,8 @@ def prune_pretrained(
             context.snapshots.finish(*([FOLDER] if config.recovery_steps else []))
         handed_back = result.handed_back() if apply else ""
     report = replace(report, timings=dict(context.stopwatch.seconds))
-    return replace(result, report=report, weights=handed_back or result.handed_back())
+    weights = handed_back or result.handed_back()
+    return replace(result, report=report, weights=weights, output_dir=out.output_dir)
 
 
 def _snapshots(context: RunContext, resume_dir: str | Path | None, metric_fn: Metric | None) -> Snapshots | None:

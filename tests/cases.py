@@ -240,6 +240,7 @@ _CALL_OPTIONS = (
     "loss_fn",
     "metric_fn",
     "output_dir",
+    "overwrite",
     "offload_folder",
     "processing_class",
     "push_to_hub",

@@ -10,6 +10,7 @@ import pytest
 
 from gradprobe_hf.checkpoint.replacing import put_back, replacing
 from gradprobe_hf.checkpoint.write import check_destination
+from tests import cases
 
 KILLED = """
 import os, signal, sys
@@ -103,3 +104,23 @@ def test_a_folder_that_nobody_may_list_is_written_into(tmp_path, monkeypatch):
     with replacing(tmp_path / "out") as scratch:
         (scratch / "whole").write_text("whole")
     assert (tmp_path / "out" / "whole").read_text() == "whole"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_was_made_meanwhile_takes_nothing_from_a_run(overwrite, tmp_path, caplog):
+    """Of another run with the same name, say. `overwrite` was asked for when there was nothing there."""
+    out = tmp_path / "out"
+    (tmp_path / "out-2").mkdir()
+
+    def loss(model, batch):
+        out.mkdir(exist_ok=True)
+        (out / "theirs").write_text("theirs")
+        return model(**batch, labels=batch["input_ids"]).loss
+
+    given = {"loss_fn": loss, "output_dir": out, "overwrite": overwrite}
+    result = cases.prune(cases.build("llama"), cases.batches("llama"), apply=True, **given)
+    assert names(out) == ["theirs"]
+    assert names(tmp_path) == ["out", "out-2", "out-3"]
+    assert result.output_dir == tmp_path / "out-3"
+    assert (tmp_path / "out-3" / "model.safetensors").is_file()
+    assert "out was made while this ran, and is left as it is" in caplog.text

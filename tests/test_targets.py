@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, MusicgenDecoderConfig, MusicgenForCausalLM
 
@@ -183,6 +184,27 @@ def test_heads_that_stand_in_a_list_are_no_blocks():
         model = MusicgenForCausalLM(MusicgenDecoderConfig(vocab_size=32, **sizes))
     assert {target.block.rpartition(".")[0] for target in find_targets(model)} == {"model.decoder.layers"}
     assert len(find_targets(model, include=["lm_heads.*"])) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls", "sizes", "blocks", "heads"),
+    [
+        ("yolos", "YolosForObjectDetection", {}, {"vit.encoder.layer"}, {"class_labels_classifier", "bbox_predictor"}),
+        ("segformer", "SegformerForSemanticSegmentation", {}, {"segformer.stages"}, {"decode_head"}),
+        (
+            *("rt_detr", "RTDetrForObjectDetection", {"backbone_config": {"model_type": "rt_detr_resnet"}}),
+            {"model.encoder.aifi", "model.decoder.layers"},
+            {"model.enc_bbox_head", "model.decoder.query_pos_head", "model.decoder.bbox_embed"},
+        ),
+    ],
+)
+def test_heads_that_are_lists_of_layers_are_no_blocks(kind, cls, sizes, blocks, heads):
+    """Boxes, classes and pixels are made of what blocks do: half of a head of three layers is half of the answer."""
+    with torch.device("meta"):
+        model = getattr(transformers, cls)(AutoConfig.for_model(kind, **sizes))
+    assert {target.block.rpartition(".")[0] for target in find_targets(model)} == blocks
+    for head in heads:
+        assert find_targets(model, include=[f"{head}.*"])
 
 
 def test_half_of_blocks_of_which_most_can_never_go_has_to_be_asked_for_by_name():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +22,8 @@ from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,27 @@ class Destination:
         full_name = processes.on_main(partial(check_push, self.repo_id, self.private, self.token))
         processes.on_main(partial(check_not_read, full_name, model, *also_read))
         return replace(self, repo_id=full_name)
+
+    def settled(self, model: PreTrainedModel, processes: Processes) -> Destination:
+        """The same after the work, with a folder beside its own where that has been taken meanwhile.
+
+        By another run, say: what this one has come to is not lost for it.
+        """
+        if self.output_dir is None:
+            return self
+        return replace(self, output_dir=processes.on_main(partial(self._free_folder, model.name_or_path)))
+
+    def _free_folder(self, model_name: str) -> str | Path:
+        assert self.output_dir is not None
+        try:
+            check_destination(self.output_dir, model_name, self.overwrite)
+            return self.output_dir
+        except FileExistsError:
+            path = Path(os.path.abspath(self.output_dir))
+            beside = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+            free = next(one for one in beside if not one.exists())
+            logger.warning("%s was made while this ran, and is left as it is: the result is in %s.", path, free)
+            return free
 
     def write(self, result: Savable, stopwatch: Stopwatch) -> Report:
         """Save and upload the model as it is now. Returns the report, as it was saved if it was."""

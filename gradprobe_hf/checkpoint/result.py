@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -38,6 +39,7 @@ class PruneResult(Savable):
         recovered: new values of all parameters after `recovery_steps`, by name; empty once the model has them.
         removal: the whole structures that go, if any do: zero in the model, and cut out of what is saved.
         weights: a fingerprint of the model as it was handed back.
+        output_dir: where it was saved; None: nowhere.
     """
 
     model: PreTrainedModel
@@ -51,6 +53,7 @@ class PruneResult(Savable):
     recovered: NewWeights = field(default_factory=NewWeights)
     removal: Removal | None = None
     weights: str = ""
+    output_dir: str | Path | None = None
 
     @property
     def checkpoint(self) -> Checkpoint:

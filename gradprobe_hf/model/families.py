@@ -94,6 +94,12 @@ _RANDOM = re.compile(r"dropout|layerdrop|_pdrop$|^(input_)?jitter_noise$|jitter_
 # Parts of the names of what chooses experts, or streams (AltUp's coefficients in Gemma 3n, 4 x 4). Its few rows say
 # where every token goes: no matrix to take half of. Beside experts a "gate" is that, too.
 _CHOOSING = ("router", "modality_router", "shared_expert_gate", "altup")
+# Parts of the names of heads that are stacks of layers themselves: of detectors, of segmentation. Heads that are whole
+# networks (`flow_head`, `diffusion_head` of speech) are none of them.
+_HEADS = re.compile(
+    r"(.*_)?((bbox|class)_embed|bbox_predictor|classifier|lm_heads?"
+    r"|(auxiliary|bbox|decode|order|points?|pos|prediction|query|score)_head)|head"
+)
 _WITH_MEDIA = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(), *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()}
 _NEVER_WITHOUT = ("VoxtralRealtimeForConditionalGeneration",)  # of these, what want their medium with every token
 _PLACES = ("bbox", "xpath_tags_seq")  # what says where on its page a token stands
@@ -438,9 +444,13 @@ def is_choosing(model: nn.Module, name: str) -> bool:
 
 
 def is_head(model: nn.Module, name: str) -> bool:
-    """Whether a module makes logits of tokens. Of several that stand in a list (MusicGen) each looks like a block."""
+    """Whether a module makes logits of tokens, or belongs to a head of boxes, classes or pixels.
+
+    Of several that stand in a list (MusicGen), or of one that is a list (YOLOS), each looks like a block.
+    """
     heads = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    return isinstance(heads, nn.Module) and model.get_submodule(name) in heads.modules()
+    makes_logits = isinstance(heads, nn.Module) and model.get_submodule(name) in heads.modules()
+    return makes_logits or any(_HEADS.fullmatch(part) for part in stack_of(block_of(model, name)).split("."))
 
 
 def is_expert(name: str) -> bool:

@@ -217,10 +217,11 @@ def recover_pretrained(
                 student.processing_class,
                 processes,
             )
+            out = out.settled(student.model, processes)
             # None keeps the new weights if the main one could not save them.
             report = processes.in_all(partial(out.write, result, stopwatch), patiently=True)
             result = replace(result, report=replace(report, timings=timings_of(report, stopwatch.seconds)))
-    return replace(result, weights=result.handed_back())
+    return replace(result, weights=result.handed_back(), output_dir=out.output_dir)
 
 
 def _read(text: Any, config: RecoveryConfig, dense: Dense, student: Student, place: Workplace) -> RecoveryText:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -43,6 +44,7 @@ class RecoverResult(Savable):
         processing_class: the tokenizer.
         processes: who took part. The main one writes.
         weights: a fingerprint of the model as it was handed back.
+        output_dir: where it was saved; None: nowhere.
     """
 
     model: PreTrainedModel
@@ -52,6 +54,7 @@ class RecoverResult(Savable):
     processing_class: Any
     processes: Processes = field(default_factory=Processes)
     weights: str = ""
+    output_dir: str | Path | None = None
 
     @property
     def checkpoint(self) -> Checkpoint:

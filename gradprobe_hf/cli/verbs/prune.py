@@ -39,9 +39,9 @@ def run(options: argparse.Namespace) -> None:
         **given(options, *SOURCE, *PLACEMENT),
     )
     if result.processes.is_main and options.json:
-        print_json(result.report.to_dict() | {"output": options.output})
+        print_json(result.report.to_dict() | {"output": str(result.output_dir)})
     elif result.processes.is_main:
-        print_pruning(result.report, options.output)
+        print_pruning(result.report, str(result.output_dir))
 
 
 def _check_effect(options: argparse.Namespace, config: GradProbeConfig) -> None:

@@ -57,6 +57,6 @@ def run(options: argparse.Namespace) -> None:
         **given(options, "text", "evaluation", "teacher_revision", *_SOURCE),
     )
     if found.processes.is_main and options.json:
-        print_json(found.report.to_dict() | {"output": options.output})
+        print_json(found.report.to_dict() | {"output": str(found.output_dir)})
     elif found.processes.is_main:
-        print_recovery(found.report, options.output)
+        print_recovery(found.report, str(found.output_dir))
