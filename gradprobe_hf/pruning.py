@@ -44,6 +44,7 @@ from gradprobe_hf.run.snapshots import Snapshots, batch_identity, check_begun, r
 from gradprobe_hf.runtime.option_checks import check_callable, check_outside
 from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
 from gradprobe_hf.runtime.plain_computation import plain_computation
+from gradprobe_hf.runtime.scratch import alone_in
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +184,8 @@ def prune_pretrained(
     )
     with upcast_products(context.model):  # as what it is compared with
         judge = None if metric_fn is None else Judge.of(context, metric_fn)
-    with open_run(written(context), rows=rows) as context:
+    state = None if resume_dir is None else Path(resume_dir)
+    with alone_in(state, context.processes), open_run(written(context), rows=rows) as context:
         snapshots = _snapshots(context, resume_dir, metric_fn)
         context = replace(context, snapshots=snapshots, findings=Findings.of(snapshots))
         context = reachable(context)

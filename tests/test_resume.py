@@ -25,6 +25,8 @@ from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.reconstruction.reconstruct import Reconstructed
 from gradprobe_hf.run import snapshots
 from gradprobe_hf.run.shapes import search
+from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.runtime.scratch import alone_in
 from tests import cases
 from tests.grids import some
 from tests.launch import files_of, in_child, survivors, together
@@ -507,6 +509,18 @@ def test_a_state_that_another_run_has_saved_meanwhile_is_not_taken_for_ones_own(
     monkeypatch.setattr(snapshots.Snapshots, "record", later)
     with pytest.raises(ValueError, match=r"another run has saved its state in .* meanwhile"):
         run(tmp_path / "state", sparsity=0.5)
+
+
+@pytest.mark.parametrize(("taken", "options"), [(".", {}), ("recovery", {"recovery_steps": 2})])
+def test_two_runs_at_once_do_not_share_a_state(taken, options, tmp_path):
+    """Of the same call, whose states nothing else tells apart: each would remove what the other one goes on from."""
+    state = tmp_path / "state"
+    working = r"another run is working in .*state.* and has not ended: wait for it"
+    with alone_in(state / taken, Processes()), pytest.raises(ValueError, match=working):
+        run(state, **options)
+    whole = run(state, **options)
+    assert not state.exists()
+    assert_same(whole, run(**options))
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left")])

@@ -54,7 +54,7 @@ from gradprobe_hf.recovery.trainer import (
     without_dropout,
 )
 from gradprobe_hf.runtime.processes import Processes
-from gradprobe_hf.runtime.scratch import remove_scratch, scratch_folder
+from gradprobe_hf.runtime.scratch import alone_in, remove_scratch, scratch_folder
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.tasks.table import is_text_alone, task_of_class
@@ -126,7 +126,8 @@ def workplace(
     try:
         if processes.count > 1:
             _check_shared(folder, processes)
-        yield Workplace(folder, resume_dir is not None, processes, stopwatch, progress and processes.is_main)
+        with alone_in(resume_dir, processes):
+            yield Workplace(folder, resume_dir is not None, processes, stopwatch, progress and processes.is_main)
         processes.barrier()
         finished = not keeps
     finally:

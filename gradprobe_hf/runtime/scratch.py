@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from gradprobe_hf.runtime.processes import Processes
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -82,6 +84,44 @@ def held(folder: Path) -> Iterator[bool]:
             os.close(lock)
 
 
+@contextmanager
+def alone_in(folder: Path | None, processes: Processes) -> Iterator[None]:
+    """For the body of the `with` no other run goes on from the state in a folder, which is made. A collective.
+
+    One that is empty at the end goes. Where nothing can be locked, nobody is kept out.
+
+    Raises:
+        ValueError: another run is in there, in all processes.
+    """
+    if folder is None:
+        yield
+        return
+    locks: list[int | None] = []
+    processes.on_main(lambda: locks.append(_entered(folder)))
+    try:
+        yield
+    finally:
+        if processes.is_main:
+            with suppress(OSError):
+                folder.rmdir()
+        for lock in locks:
+            if lock is not None:
+                os.close(lock)
+
+
+def _entered(folder: Path) -> int | None:
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return None if fcntl is None else _taken(folder)
+    except BlockingIOError:
+        raise ValueError(
+            f"another run is working in {folder} and has not ended: wait for it, or choose another resume_dir "
+            "(--resume-dir)."
+        ) from None
+    except OSError:
+        return None
+
+
 def _lock(folder: Path) -> int | None:
     """A handle of the folder that holds its lock; None where another process does, or where there are no locks.
 
@@ -90,10 +130,18 @@ def _lock(folder: Path) -> int | None:
     """
     if fcntl is None:
         return None
+    try:
+        return _taken(folder)
+    except OSError:
+        return None
+
+
+def _taken(folder: Path) -> int:
+    """As `_lock`. Raises BlockingIOError: another process holds it; another OSError: it cannot be locked."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(handle)
-        return None
+        raise
     return handle
