@@ -207,6 +207,18 @@ def test_heads_that_are_lists_of_layers_are_no_blocks(kind, cls, sizes, blocks, 
         assert find_targets(model, include=[f"{head}.*"])
 
 
+def test_blocks_of_a_list_of_lists_are_those_of_the_inner_ones():
+    """A list is never called, and no inputs of it are known: Funnel's stages, and PVT's."""
+    sizes = {"block_sizes": [2, 1], "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32, "num_labels": 2}
+    torch.manual_seed(0)
+    model = transformers.FunnelForSequenceClassification(transformers.FunnelConfig(vocab_size=64, **sizes)).eval()
+    batches = [{"input_ids": torch.randint(3, 60, (2, 12)), "labels": torch.tensor([0, 1])} for _ in range(4)]
+    found = cases.prune(model, batches, sparsity=0.5, update="obs")
+    blocks = {f"funnel.encoder.blocks.{name}" for name in ("0.0", "0.1", "1.0")}
+    assert {target.block for target in found.targets} == blocks
+    assert found.report.sparsity == 0.5
+
+
 def test_half_of_blocks_of_which_most_can_never_go_has_to_be_asked_for_by_name():
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("jetmoe", **SIZES | sizes))

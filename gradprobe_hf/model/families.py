@@ -286,11 +286,14 @@ def labels_whole_sequences(model: PreTrainedModel) -> bool:
 
 def block_of(model: nn.Module, module_name: str) -> str:
     """The transformer block around a module, like `model.layers.3`; `""` outside the blocks."""
-    # The outermost element of an nn.ModuleList: the experts of a mixture may be a ModuleList inside it.
+    # The outermost element of an nn.ModuleList: the experts of a mixture may be a ModuleList inside it. Of a list of
+    # lists (PVT's stages) an inner element, since a list is never called.
     parts = module_name.split(".")
     for depth, part in enumerate(parts):
-        if part.isdigit() and isinstance(model.get_submodule(".".join(parts[:depth])), nn.ModuleList):
-            return ".".join(parts[: depth + 1])
+        around, block = ".".join(parts[:depth]), ".".join(parts[: depth + 1])
+        is_element = part.isdigit() and isinstance(model.get_submodule(around), nn.ModuleList)
+        if is_element and not isinstance(model.get_submodule(block), nn.ModuleList):
+            return block
     return ""
 
 
