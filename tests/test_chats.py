@@ -370,3 +370,12 @@ def test_what_a_later_row_of_a_list_has_is_read(tmp_path):
     texts = [TOKENIZER.decode(row) for batch in found for row in batch["input_ids"]]
     assert sum("Be brief." in text for text in texts) == 4
     assert found.fingerprint == stored.fingerprint
+
+
+def test_contents_of_a_list_of_rows_may_be_texts_here_and_parts_there(tmp_path):
+    """As clients of an API write them. In a file they were read, and as a list of rows refused."""
+    parts = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in CHAT]
+    rows = [{"messages": [*CHAT[:1], *parts[1:]]}, {"messages": CHAT}, {"messages": parts}]
+    how = {"samples": 3, "length": 200, "packing": False, "model": LONG, "tokenizer": chatting(CHATML)}
+    found, stored = load(rows, **how), load(written(tmp_path / "rows.jsonl", rows), **how)
+    assert found.fingerprint == stored.fingerprint == load([{"messages": CHAT}] * 3, **how).fingerprint

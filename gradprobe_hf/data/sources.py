@@ -255,9 +255,27 @@ def rows_from(rows: Sequence[Mapping[str, Any]]) -> Dataset:
     try:
         # Of all rows: `from_list` alone takes the names of the first one, and tools of a later chat would be lost.
         names = dict.fromkeys(name for row in rows for name in row)
-        return Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
+        columns = {name: _alike([row.get(name) for row in rows]) for name in names}
+        return Dataset.from_dict(columns)
     except (ArrowException, TypeError, ValueError) as error:
         raise ValueError(f"a list of rows must hold dicts of the same names and types: {error}") from error
+
+
+def _alike(values: list[Any]) -> list[Any]:
+    """A column of chats with the content of every message in parts, where that of any is: a column has one type."""
+    in_parts = any(isinstance(one.get("content"), list) for value in values for one in _messages(value))
+    return [[_in_parts(one) for one in _messages(value)] or value for value in values] if in_parts else values
+
+
+def _messages(value: Any) -> list[Mapping[str, Any]]:
+    """Those of a chat; none of anything else."""
+    is_chat = isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
+    return value if is_chat else []
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
 
 
 def _images(path: Path, part: str) -> Source:
