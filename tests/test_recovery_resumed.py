@@ -127,6 +127,24 @@ def test_one_killed_while_its_state_is_removed_goes_on_or_begins_anew(removed, t
     assert (again.held_out, again.best_step) == (whole.held_out, whole.best_step)
 
 
+def test_interrupted_while_its_state_is_removed_the_model_is_as_it_was(tmp_path, monkeypatch):
+    dense, (student, _) = cases.build(DENSE), half_pruned()
+    before = cases.bits(student)
+    config = RecoveryConfig(steps=2, batch_size=2, learning_rate=5e-3)
+    monkeypatch.setattr("gradprobe_hf.recovery.distil.remove_state", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        recover_pretrained(
+            *(student, dense, config),
+            text=cases.batches(DENSE, rows=8),
+            evaluation=False,
+            resume_dir=tmp_path / "state",
+            output_dir=tmp_path / "out",
+            progress=False,
+        )
+    assert not cases.changed(student, before)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def test_a_checkpoint_whose_state_was_cut_off_is_no_whole_one(tmp_path):
     for step, state in ((2, "{}"), (4, '{"global'), (6, "")):
         (tmp_path / f"checkpoint-{step}").mkdir()

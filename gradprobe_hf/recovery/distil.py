@@ -84,6 +84,15 @@ class Workplace:
     stopwatch: Stopwatch
     progress: bool
 
+    def clear(self) -> None:
+        """Remove the folder, when no process needs the state any more. A collective."""
+        self.processes.barrier()
+        if self.processes.is_main:
+            if self.resumable:
+                with suppress(OSError):
+                    remove_state(self.folder)
+            remove_scratch(self.folder)
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -122,19 +131,16 @@ def workplace(
     """
     folder = resume_dir or processes.on_main(partial(scratch_folder, "recovery"))
     folder.mkdir(parents=True, exist_ok=True)
-    finished = False
+    here = Workplace(folder, resume_dir is not None, processes, stopwatch, progress and processes.is_main)
     try:
         if processes.count > 1:
             _check_shared(folder, processes)
         with alone_in(resume_dir, processes):
-            yield Workplace(folder, resume_dir is not None, processes, stopwatch, progress and processes.is_main)
-        processes.barrier()
-        finished = not keeps
+            yield here
+        if not keeps:
+            here.clear()
     finally:
-        if (finished or resume_dir is None) and processes.is_main:
-            if resume_dir is not None:
-                with suppress(OSError):
-                    remove_state(folder)
+        if resume_dir is None and processes.is_main:
             remove_scratch(folder)
         with suppress(OSError):  # nothing was begun
             folder.rmdir()

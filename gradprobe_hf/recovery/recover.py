@@ -220,6 +220,7 @@ def recover_pretrained(
             out = out.settled(student.model, processes)
             # None keeps the new weights if the main one could not save them.
             report = processes.in_all(partial(out.write, result, stopwatch), patiently=True)
+            place.clear()  # here, so that Ctrl-C meanwhile gives the model its weights back
             result = replace(result, report=replace(report, timings=timings_of(report, stopwatch.seconds)))
     return replace(result, weights=result.handed_back(), output_dir=out.output_dir)
 
