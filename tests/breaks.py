@@ -524,9 +524,9 @@ BREAKS = [
     ),
     Break(
         "a batch that fails in one process alone",
-        "probe/engine.py",
-        "return self.processes.losing() if is_sharded(self.model) else self.processes.telling()",
-        "return self.processes.losing()",
+        "model/fsdp.py",
+        "return processes.losing() if is_sharded(model) else processes.telling()",
+        "return processes.losing()",
         "test_processes_fail.py",
     ),
     Break(

@@ -489,6 +489,16 @@ def test_a_longer_schedule_waits_at_what_was_reached(later, tmp_path):
     assert updates[-1].sparsity == again.sparsity_at(12) >= reached.sparsity
 
 
+def test_codes_of_moments_are_no_moments():
+    """Of a quantised optimizer under torch's names: 127 may mean zero there, and the weights went by it."""
+    layer = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    codes = torch.full((4, 4), 127, dtype=torch.uint8)
+    optimizer.state[layer.weight] = {"step": 1, "exp_avg": codes, "exp_avg_sq": codes}
+    with pytest.raises(ValueError, match=r"'momentum' reads .*AdamW keeps codes \(torch.uint8\)"):
+        check_state(optimizer, "momentum")
+
+
 def test_moments_of_a_projection_are_none_of_each_weight():
     layer = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(layer.parameters())

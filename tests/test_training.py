@@ -217,7 +217,8 @@ def test_from_zeros_resumes_with_the_masks_that_were_saved(tmp_path, caplog):
     again = type(model).from_pretrained(saved)
     with torch.no_grad():
         name, mask = next(iter(masks.items()))
-        again.get_parameter(name)[~mask] = 0
+        again.get_parameter(name)[0] = 0
+        assert not mask[0].all()
     again.save_pretrained(saved)
     callback = SparsityCallback("from-zeros")
     trained(again, tmp_path, [callback], resume=str(saved))
@@ -516,6 +517,30 @@ def test_masks_of_another_run_are_refused(make, callback, tmp_path, caplog):
     kept = callback()
     trained(model, tmp_path / "nowhere", [kept], resume=one)
     assert "has no masks of this callback: the weights that are zero now are kept" in caplog.text
+    assert kept.keeper.nonzero() == 0
+
+
+def test_masks_that_lie_inside_of_the_zeros_are_refused(tmp_path):
+    """Two magnitude prunings of one model, resumed in the folder of the wrong one: half of the zeros would train."""
+    saved = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+
+    def pruned(sparsity):
+        model = cases.build("llama")
+        cases.prune(model, None, score="magnitude", sparsity=sparsity, update="none", apply=True)
+        return model
+
+    for sparsity in (0.3, 0.6):
+        trained(pruned(sparsity), tmp_path / str(sparsity), [SparsityCallback()], **saved)
+    more, less = (str(tmp_path / str(sparsity) / "checkpoint-3") for sparsity in (0.6, 0.3))
+    with pytest.raises(
+        ValueError, match=r"0\.3/checkpoint-3 are of other weights: [\d,]+ weights that are zero are not"
+    ):
+        trained(pruned(0.6), tmp_path / "0.3", [SparsityCallback()], resume=more)
+    model = pruned(0.3)
+    rounded = next(parameter for name, parameter in model.named_parameters() if name.endswith("up_proj.weight"))
+    with torch.no_grad():
+        rounded[0, rounded[0] != 0] *= 0
+    trained(model, tmp_path / "0.3", [kept := SparsityCallback()], resume=less)
     assert kept.keeper.nonzero() == 0
 
 

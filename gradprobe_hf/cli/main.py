@@ -16,6 +16,7 @@ from gradprobe_hf.cli.flags import in_flags
 from gradprobe_hf.cli.options import CommandParser, VerbParser
 from gradprobe_hf.cli.recipe import RecipeError, named_in, read_recipe
 from gradprobe_hf.runtime.interrupts import ended_as_interrupted
+from gradprobe_hf.runtime.launched import is_first
 
 # The file of each verb is imported when it is chosen; this is all that `gradprobe --help` knows: usage and description.
 VERBS = {
@@ -26,7 +27,7 @@ VERBS = {
     "compare": ("MODEL [options]", "Prune a model in several ways to one sparsity and measure the perplexity of each."),
     "estimate": ("MODEL [options]", "Estimate the memory, disk space and passes of a run, without reading any weight."),
     "evaluate": (
-        "MODEL --data SPEC [options]",
+        "MODEL {--data SPEC | --protocol paper | --tasks NAME,...} [options]",
         "Measure a model on a text or on tasks, alone or beside a dense one.",
     ),
     "recover": (
@@ -46,6 +47,7 @@ VERBS = {
         "Find out where the time of a training script, a pruning run or a trace goes, and which lines waste some.",
     ),
 }
+_OF_ONE_PROCESS = ("estimate", "inspect", "bench")  # the first of several does all of these: they share no work
 INTERRUPTED = 130  # what a shell reports for a command stopped by Ctrl-C
 
 
@@ -56,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = read(sys.argv[1:] if arguments is None else arguments)
-        with _logging(quiet=getattr(options, "quiet", False)), ended_as_interrupted():
+        if not is_first() and options.verb in _OF_ONE_PROCESS:
+            return 0
+        with _logging(quiet=not is_first() or getattr(options, "quiet", False)), ended_as_interrupted():
             options.run(options)
     except KeyboardInterrupt as stopped:  # of a verb that says itself what is left, or of Ctrl-C
         left = str(stopped) or "no unfinished checkpoint is left behind"

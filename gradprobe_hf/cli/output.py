@@ -16,7 +16,6 @@ from gradprobe_hf.checkpoint.inspect import Inspection
 from gradprobe_hf.cli.flags import in_flags
 from gradprobe_hf.comparison.rows import ComparedRow
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.data.text.text_options import OWN_TEXT, PYDOC
 from gradprobe_hf.evaluation.divergence import Divergence
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.report.card.files import in_another_type
@@ -67,8 +66,7 @@ def print_pruning(report: Report, output: str) -> None:
     if report.selection:
         out.print(_choice(report.selection), style="dim")
     if report.calibration:
-        is_default = any(name in report.calibration["source"] for name in (OWN_TEXT, PYDOC))
-        advice = f": --calibration takes your own {'text' if writes else 'data'}" * is_default
+        advice = f": --calibration takes your own {'text' if writes else 'data'}" * report.is_calibrated_by_default
         out.print(
             f"calibrated on {report.calibration['source']}; what is unlike it loses more{advice}",
             style="dim",
@@ -105,7 +103,9 @@ def print_recovery(report: Report, output: str) -> None:
         if metric := after["metric"]:
             scores = (metric["dense"], before["metric"]["pruned"], metric["pruned"])
             table.add_row(metric["title"], *(f"{one:.4f}" for one in scores))
-    held_out = recovery["held_out"]["0"], recovery["held_out_as_left"]
+    # Of weights that are as they were both are of before, and neither is of rounding.
+    begun = recovery["held_out"]["0"]
+    held_out = begun, recovery["held_out_as_left"] if report.is_recovered else begun
     kept_back = "text" if recovery["rows"] == "windows" else "rows"
     table.add_row(f"KL on held-out {kept_back}", "0", *(f"{value:.4f}" for value in held_out))
     _add_files(table, report, between=[""])

@@ -119,7 +119,7 @@ def measure_metric(work: Workload, measured: TaskMetric, label: str = "evaluatio
     predictions: list[Any] = []
     references: list[Any] = []
     assert measured.task.predict is not None, "a task with metrics predicts"
-    with resharded(model), eval_mode(model), seen_on(model, device):
+    with work.telling(), resharded(model), eval_mode(model), seen_on(model, device):
         steps = share(list(work.batches), work.processes, is_sharded(model))
         for batch, counted in tqdm(
             steps, desc=f"{label}: {measured.name}", unit="batch", disable=not work.progress, leave=False

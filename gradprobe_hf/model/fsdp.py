@@ -8,7 +8,7 @@ over all processes is reduced to the shards, so that no process holds a whole on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from gradprobe_hf.runtime.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,13 @@ class ShardLayout:
             part, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=strides
         ).full_tensor()
         return whole.bool() if is_mask else whole
+
+
+def telling(model: nn.Module, processes: Processes) -> AbstractContextManager[None]:
+    """What fails in the body of the `with` in one process fails in all: one that went on to another model would leave
+    the rest waiting. Processes that share a model's shards can tell each other nothing in between, but that one is
+    lost."""
+    return processes.losing() if is_sharded(model) else processes.telling()
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, row_count
-from gradprobe_hf.model.fsdp import is_sharded, resharded
+from gradprobe_hf.model.fsdp import resharded, telling
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.block_cache import BlockOutputCache
 from gradprobe_hf.model.passes.loss import Batch, LossFunction, forward_only, summed_loss
@@ -78,9 +78,8 @@ class Workload:
     progress: bool = True
 
     def telling(self) -> AbstractContextManager[None]:
-        """What fails in the passes of one process fails in all: one that went on to another model would leave the rest
-        waiting. Processes that share a model's shards can tell each other nothing in between, but that one is lost."""
-        return self.processes.losing() if is_sharded(self.model) else self.processes.telling()
+        """What fails in the passes of one process fails in all."""
+        return telling(self.model, self.processes)
 
 
 @dataclass(frozen=True)

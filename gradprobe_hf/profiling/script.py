@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 import traceback
@@ -91,11 +90,6 @@ def fix_script(
             return ScriptRun(report, 0, interrupted=True)
     tried = try_changes(runs, seen, expanded(names, sizes), rounds)
     return ScriptRun(ProfileReport(with_gains(sizes, tried.fixes, seen), tried.fixes), 0, tried.interrupted)
-
-
-def is_main_process() -> bool:
-    """Whether this process, of those that a launcher started, is the one that writes."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _end() -> None:

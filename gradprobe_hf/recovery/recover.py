@@ -149,12 +149,13 @@ def recover_pretrained(
         check_begun(Path(resume_dir), config, processes)
     with stopwatch("load"):
         named = {"auto_classes": auto_classes(config.task), **from_pretrained_kwargs}
-        student = Student.of(pruned, named, processing_class)
-        dense = Dense(teacher, named, teacher_revision, student.model)
-        student.check(dense, config)
-        for doubt in (doubts := dense.check_origin(student.report)):
-            logger.warning(doubt)
-        check_written(student.model, text)
+        with processes.telling():
+            student = Student.of(pruned, named, processing_class)
+            dense = Dense(teacher, named, teacher_revision, student.model)
+            student.check(dense, config)
+            for doubt in (doubts := dense.check_origin(student.report)):
+                logger.warning(doubt)
+            check_written(student.model, text)
         check_same_models(processes, pruned=student.model, teacher=dense.model)
         if student.processing_class is None:
             student = replace(student, processing_class=dense.stored_processing_class())
@@ -168,9 +169,10 @@ def recover_pretrained(
         workplace(None if resume_dir is None else Path(resume_dir), processes, stopwatch, progress) as place,
     ):
         with stopwatch("read data"):
-            measured_on = evaluation_of(evaluation, config, dense.model, student.processing_class)
-            task = task_of(dense.model, config)
-            metric = metric_of(task, config.metric, measured_on, student.processing_class, dense.model.config)
+            with processes.telling():
+                measured_on = evaluation_of(evaluation, config, dense.model, student.processing_class)
+                task = task_of(dense.model, config)
+                metric = metric_of(task, config.metric, measured_on, student.processing_class, dense.model.config)
             check_same_batches(processes, evaluation=measured_on.fingerprint)
             # A text that is too short comes before a repository is created, and one that is yet to be written after.
             given = None if is_written(text) else _read(text, config, dense, student, place)

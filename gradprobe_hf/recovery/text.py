@@ -396,8 +396,10 @@ def _rows(batches: Batches, layout: Layout) -> Iterator[Row]:
                 found = {name: found[name] for name in ("input_ids", "labels") if name in found}
             if mask is not None:
                 length = int(mask[row].nonzero().max()) + 1
+                # What a decoder reads may be as wide as the source, and its padding is no matter of that one's mask.
+                of_source = PADDED - {"labels"} if layout.takes_labels else PADDED
                 for name, values in found.items():
-                    if name in PADDED and batch[name].shape == mask.shape:
+                    if name in of_source and batch[name].shape == mask.shape:
                         found[name] = values[:length]
                 # A mask that is all ones says nothing; one with padding on the left does.
                 if bool(mask[row][:length].all()):

@@ -103,5 +103,5 @@ def _with_recomputed(report: Report, name: PlacementName) -> float | None:
 def _shown(number: float | None, unit: Unit) -> str:
     if number is None:
         return "-"
-    words = {"bytes": f"{number / 2**20:,.0f} MiB", "passes": f"{number:.3g}", "seconds": f"{number:.3g} s"}
+    words = {"bytes": f"{number / 1e6:,.0f} MB", "passes": f"{number:.3g}", "seconds": f"{number:.3g} s"}
     return words.get(unit, f"{number:.3g}")

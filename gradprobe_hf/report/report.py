@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from gradprobe_hf.data.text.text_options import OWN_TEXT, PYDOC
 from gradprobe_hf.report.original import DENSE, Original, original_of
 
 REPORT_NAME = "gradprobe_report.json"
@@ -166,6 +167,17 @@ class Report:
         # What was pruned twice in memory has the name of the dense model.
         lost = sum(row.zeros_before for row in self.matrices) >= SPARSE * self.weights
         return None if same and (teacher.get("is_sparse", True) or not lost) else teacher
+
+    @property
+    def is_recovered(self) -> bool:
+        """Whether a recovery has changed the weights: where no step of it helped they are as they were."""
+        return self.recovery is not None and self.recovery["best_step"] > 0
+
+    @property
+    def is_calibrated_by_default(self) -> bool:
+        """Whether nobody has said what to calibrate on, or has asked for what would have been taken."""
+        source = str((self.calibration or {}).get("source", ""))
+        return any(name in source for name in (OWN_TEXT, PYDOC))
 
     @property
     def made_of(self) -> Original:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.perplexity import Measurement, measure
 from gradprobe_hf.evaluation.task_metric import measure_metric
-from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.fsdp import is_sharded, telling
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.passes.patches import eval_mode
 from gradprobe_hf.model.passes.routing import routed
@@ -117,7 +117,7 @@ def judged(context: RunContext, metric: Metric) -> float:
     Raises:
         ValueError: it returns no number.
     """
-    with eval_mode(context.model):
+    with telling(context.model, context.processes), eval_mode(context.model):
         value = _number(metric(context.model))
     # Rounding may differ between processes, and with it the branch that each would take.
     return float(context.processes.broadcast(value))

@@ -193,8 +193,8 @@ class Processes:
 
     def _lost(self, error: RuntimeError) -> ConnectionError:
         return ConnectionError(
-            f"process {self.rank} of {self.count} lost the others: {error}. One of them ended or hangs; its own "
-            "message says why. This process wrote nothing more, and its weights are as they were."
+            f"process {self.rank} of {self.count} lost the others: one of them ended or hangs, and its own message "
+            f"says why. This process wrote nothing more, and its weights are as they were. ({error})"
         )
 
 

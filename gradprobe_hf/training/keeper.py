@@ -26,6 +26,7 @@ from gradprobe_hf.selection.packed_masks import PackedMasks
 
 logger = logging.getLogger(__name__)
 
+ROUNDED = 0.01  # of the weights: so many may have become zero in training by rounding
 MaskSource = Mapping[str, Tensor] | PruneResult | Literal["from-zeros"]
 
 
@@ -104,6 +105,20 @@ class MaskKeeper:
                 f"the masks in {folder} are of other weights: {count:,} weights under them are not zero. Masks are "
                 "read from output_dir, wherever the weights come from: resume from a checkpoint in output_dir. If it "
                 "is there, its weights were not all loaded (Trainer leaves out fused experts of a mixture)."
+            )
+
+    def check_all_of(self, found: MaskKeeper, folder: Path) -> None:
+        """Raise ValueError if weights were zero, by the masks that were found in them, under none of those of a folder.
+
+        Masks of one model at two sparsities lie inside of each other, and no weight under the smaller ones tells. A few
+        weights round to zero in training, and go on.
+        """
+        lost, weights = found.zeros - self.zeros, sum(target.numel for target in found.targets.values())
+        if lost > ROUNDED * weights:
+            raise ValueError(
+                f"the masks in {folder} are of other weights: {lost:,} weights that are zero are not under them, and "
+                "would train. Masks are read from output_dir, wherever the weights come from: resume from a checkpoint "
+                "in output_dir."
             )
 
     def gradient_hooks(self) -> list[RemovableHandle]:

@@ -70,6 +70,11 @@ def check_of_each_weight(parameter: Tensor, moment: Tensor, optimizer: Optimizer
             f"{reader} reads a moment of each weight, and {type(optimizer).__name__} keeps one {list(moment.shape)} of "
             f"a parameter {list(parameter.shape)}. Use AdamW."
         )
+    if not moment.is_floating_point():
+        raise ValueError(
+            f"{reader} reads a moment of each weight, and {type(optimizer).__name__} keeps codes ({moment.dtype}) "
+            "of it, which are no numbers by themselves. Use AdamW."
+        )
 
 
 def steps_of_state(optimizer: Optimizer, otherwise: int) -> int:

@@ -92,8 +92,10 @@ class SparsityCallback(StepCallback):
             logger.warning("%s has no masks of this callback: the weights that are zero now are kept at zero", folder)
             return
         assert self.keeper is not None, "training has begun"
-        self.keeper = MaskKeeper(self.model, tuple(self.keeper.targets.values()), masks)
+        found = self.keeper
+        self.keeper = MaskKeeper(self.model, tuple(found.targets.values()), masks)
         self.keeper.check_restored(folder)
+        self.keeper.check_all_of(found, folder)
 
 
 @contextmanager

@@ -233,10 +233,13 @@ class StatePruningCallback(StepCallback):
         """
         if self.keeper is None:
             logger.warning(
-                "training ended after %d steps, before end_step=%d: the sparsity is that of the last update, and "
-                "pruned weights may have grown back since",
+                "training ended after %d steps, before end_step=%d: %.1f%% of the weights are zero, where the last "
+                "update left %.1f%%. Pruned weights grow back between updates, and load_best_model_at_end may have put "
+                "back a checkpoint from before it",
                 self.step,
                 self.end_step,
+                100 * self._zeros_now(),
+                100 * (self.history[-1].sparsity if self.history else 0.0),
             )
         elif self.keeper.nonzero():
             logger.warning(
@@ -245,6 +248,11 @@ class StatePruningCallback(StepCallback):
                 "win, or prune the model again",
                 self.end_step,
             )
+
+    def _zeros_now(self) -> float:
+        """The share of the weights that are zero; of a sharded model of this process's."""
+        parts = [target.matrix(self.model) for target in self.targets]
+        return sum(int((part == 0).sum()) for part in parts) / max(1, sum(part.numel() for part in parts))
 
     def update(self) -> None:
         """Choose a mask with the sparsity of this step, and set its weights to zero."""

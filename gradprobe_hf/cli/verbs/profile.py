@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradprobe_hf.cli.options import VerbParser, given
+from gradprobe_hf.runtime.launched import is_alone, is_first
 
 if TYPE_CHECKING:
     from gradprobe_hf.profiling.report import ProfileReport
@@ -59,7 +60,6 @@ def add_arguments(parser: VerbParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.cli.tables.profile import print_profile
-    from gradprobe_hf.profiling.script import is_main_process
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch.profiler's own log, of when it starts and stops
     _check_effect(options)
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"--{name} {path}: name a file, in a folder that exists.")
     report, interrupted, code = _PROFILES[options.what](options)
-    if is_main_process():
+    if is_first():
         print_profile(report)  # first: a disk may be full
         for name, path in reports.items():
             path.write_text(getattr(report, name)(), encoding="utf-8")
@@ -123,7 +123,7 @@ def _changes(options: argparse.Namespace) -> list[str]:
             raise ValueError(
                 f"--fix {name}: there is no such change; it is one of {', '.join(known)}, or batch-size-8x, say."
             )
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if not is_alone():
         raise ValueError("--fix runs the script in processes of its own: run it without a launcher, in one process.")
     if options.rounds is not None and options.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {options.rounds}.")

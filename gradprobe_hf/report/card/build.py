@@ -58,12 +58,13 @@ def build_card(
         task_metric=metric_row(report),
         recovery=recovery_paragraph(report),
         calibration=without_examples(report.calibration),
+        is_default=report.is_calibrated_by_default,
         calibrated_on=rows_read(report.calibration) if report.calibration else "",
         structure=shape_tables(report, config),
         writes=not str(report.model["task"]).endswith(_READS_ALONE),
         files=size_of_files(report),
         speed=_speed(report),
-        ended="pruned" if report.recovery is None else "pruned and recovered",
+        ended=_ended(report),
         config=as_yaml(set_options(config)),
         recovery_config="" if config.recovery_steps else recovery_options(report),  # else all of it is above
         sparsity=report.sparsity,
@@ -78,6 +79,10 @@ def build_card(
         peak=report.peak,
         warnings=report.warnings,
     )
+
+
+def _ended(report: Report) -> str:
+    return "pruned and recovered" if report.is_recovered else "pruned"
 
 
 def build_recovered_card(report: Report, base: dict[str, Any], where: str, revision: str | None = None) -> ModelCard:
@@ -103,6 +108,8 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str, revis
         task_metric=metric_row(report),
         metric_name=metric_name(report),
         files=size_of_files(report),
+        ended=_ended(report),
+        is_recovered=report.is_recovered,
         recovery=recovery_paragraph(report),
         recovery_config=recovery_options(report),
         snippet=loading_snippet(report, where, revision),

@@ -17,18 +17,23 @@ def recovery_paragraph(report: Report) -> str:
     of_text = recovery["rows"] == "windows"
     where = f"{recovery['held_out_windows']} {recovery['rows']} of that {'text' if of_text else 'data'}"
     first, best = held_out["0"], held_out[str(recovery["best_step"])]
+    unit = f"nats per {'token' if of_text else 'prediction'}"
+    if report.is_recovered:
+        vain, at = "", f"at step {recovery['best_step']}, whose state was kept"
+        went = f"went from {first:.4f} to {best:.4f} {unit}, {at}{_as_left(report)}"
+    else:
+        vain, went = "No step of it helped: the weights are as they were. ", f"never fell below {first:.4f} {unit}"
     earlier = f" It had been trained so before, in {n} steps." if (n := recovery.get("earlier_steps")) else ""
     stayed = " Every zero stayed." if report.zeros and report.structure is None else ""
     said = [
-        f"**Recovery.** After pruning, {_trained(options)} towards {_teacher(report)}, in "
+        f"**Recovery.** {vain}After pruning, {_trained(options)} towards {_teacher(report)}, in "
         f"{recovery['steps']} steps ({recovery['tokens']:,} {recovery['unit']} of {text['source']}; "
         f"{text['protocol']}; fingerprint `{text['fingerprint'][:16]}`).{earlier}{stayed}",
         f"What was minimised is the mean KL divergence of {_predictions(recovery, report.beside.whose)}, with AdamW at "
-        f"a learning rate of {options['learning_rate']:g}. On {where} that were never trained on it went from "
-        f"{first:.4f} to {best:.4f} nats per {'token' if of_text else 'prediction'}, at step {recovery['best_step']}, "
-        f"whose state was kept{_as_left(report)}.",
+        f"a learning rate of {options['learning_rate']:g}. On {where} that were never trained on it "
+        f"{went}.",
     ]
-    if recovery["before"] is not None and report.evaluation is not None:
+    if report.is_recovered and recovery["before"] is not None and report.evaluation is not None:
         said.append(_before(recovery["before"], report.evaluation, "text" if of_text else "data"))
     return " ".join(said)
 

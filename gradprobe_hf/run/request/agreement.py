@@ -24,6 +24,10 @@ def check_same_call(options: Mapping[str, Any], **given: Any) -> None:
     """
     mine = dict(options) | {name: _told(value) for name, value in given.items()}
     calls = join_processes(PATIENCE).gather(mine)
+    if not all(isinstance(call, Mapping) for call in calls):  # something else that another one tells
+        raise ValueError(
+            "the processes are not at the same call: one of them has gone on to another. Start them again."
+        )
     by_rank = {
         name: [call.get(name) for call in calls] for name in dict.fromkeys(key for call in calls for key in call)
     }

@@ -51,9 +51,10 @@ def load_inputs(request: RunRequest) -> RunContext:
     config, processes, stopwatch = request.config, join_processes(PATIENCE), Stopwatch()
     progress = request.progress and processes.is_main
     with stopwatch("load"):
-        loaded, processing_class = _load(request, processes)
-        model = loaded.model
-        check_sharding(model)
+        with processes.telling():
+            loaded, processing_class = _load(request, processes)
+            model = loaded.model
+            check_sharding(model)
         check_same_models(processes, model=model)
         check_plain(model, config)
         targets = find_targets(model, config.include, config.exclude)
@@ -79,13 +80,14 @@ def load_inputs(request: RunRequest) -> RunContext:
         calibration = default_calibration(model) if request.calibration is None else request.calibration
         calibrate = partial(reading.calibration, calibration)
         unwritten = calibrate if reads_text and is_written(calibration) else None
-        calibrated = calibrate() if reads_text and unwritten is None else Batches.none()
-        measured = _evaluation(request.evaluation, calibration, reading)
-        if unwritten is None:
-            check_text_options(TextOptions.of(config), calibrated, measured)
-        if task is not None:
-            task.check_length(config.sequence_length, model.main_input_name)
-        metric = metric_of(task, config.metric, measured, processing_class, model.config)
+        with processes.telling():
+            calibrated = calibrate() if reads_text and unwritten is None else Batches.none()
+            measured = _evaluation(request.evaluation, calibration, reading)
+            if unwritten is None:
+                check_text_options(TextOptions.of(config), calibrated, measured)
+            if task is not None:
+                task.check_length(config.sequence_length, model.main_input_name)
+            metric = metric_of(task, config.metric, measured, processing_class, model.config)
         check_same_batches(processes, calibration=calibrated.fingerprint, evaluation=measured.fingerprint)
     folder = request.from_pretrained_kwargs.get("offload_folder")
     return RunContext(
