@@ -44,6 +44,7 @@ from gradprobe_hf.run.snapshots import Snapshots, batch_identity, check_begun, r
 from gradprobe_hf.runtime.option_checks import check_callable, check_outside
 from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
 from gradprobe_hf.runtime.plain_computation import plain_computation
+from gradprobe_hf.runtime.processes import join_processes
 from gradprobe_hf.runtime.scratch import alone_in
 
 logger = logging.getLogger(__name__)
@@ -139,11 +140,11 @@ def prune_pretrained(
     check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)
     check_outside("resume_dir", resume_dir, output_dir)
     if resume_dir is not None:
-        check_writable(existing_parent(Path(resume_dir).absolute()), f"resume_dir={str(resume_dir)!r}")
-    if resume_dir is not None:
         check_resumable(config, f"resume_dir={str(resume_dir)!r}")
-        if config.recovery_steps:
-            check_own(Path(resume_dir) / FOLDER, output_dir)
+        with join_processes().telling():
+            check_writable(existing_parent(Path(resume_dir).absolute()), f"resume_dir={str(resume_dir)!r}")
+            if config.recovery_steps:
+                check_own(Path(resume_dir) / FOLDER, output_dir)
     request = RunRequest(
         model_or_id,
         config,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from gradprobe_hf import RecoveryConfig, recover_pretrained
+from gradprobe_hf.evaluation import task_metric
 from gradprobe_hf.model.files import saving
 from gradprobe_hf.model.passes.loss import summed_loss
 from tests import cases
@@ -62,6 +64,42 @@ def test_a_batch_that_fails_in_one_process_fails_in_all(fails, said):
     assert first == second
     assert first[0].startswith(said)
     assert first[1] == cases.prune(cases.build("llama"), cases.batches("llama", rows=6)).report.zeros
+
+
+def failing_outside_of_probes(where, folder):
+    """Two models by one script, the first of which one process alone cannot load, judge or score."""
+    ended, other = [], torch.distributed.get_rank() == 1
+    for number in range(2):
+        fails = other and number == 0
+
+        def metric_fn(model, fails=fails):
+            if fails and where == "its metric":
+                raise LookupError("a bad row")
+            return 1.0
+
+        options = {"metric_fn": metric_fn, "max_metric_drop": 0.5} if where == "its metric" else {}
+        model = f"{folder}/gone" if fails and where == "loading" else cases.build("llama")
+        data = cases.batches("llama", rows=6, batch_size=1)
+        if where == "the task's metric":
+            model, data = cases.build("vit"), cases.batches("vit")
+            options = {"metric": "accuracy", "evaluation": data}
+            data = cases.batches("vit", seed=5)
+        with pytest.MonkeyPatch.context() as patched:
+            if fails and where == "the task's metric":
+                patched.setattr(task_metric, "send_to_device", Mock(side_effect=LookupError("a bad row")))
+            try:
+                ended.append(cases.prune(model, data, sparsity=0.5, **options).report.zeros)
+            except (LookupError, OSError) as error:
+                ended.append(f"{type(error).__name__}: {error}")
+    return ended
+
+
+@pytest.mark.parametrize("where", ["loading", "its metric", "the task's metric"])
+def test_what_fails_in_one_process_outside_of_probes_fails_in_all(where, tmp_path):
+    first, second = together(failing_outside_of_probes, where, str(tmp_path))
+    assert first == second
+    assert first[0].startswith("FileNotFoundError: " if where == "loading" else "LookupError: a bad row")
+    assert first[1] > 0
 
 
 def begun_alone(folder):

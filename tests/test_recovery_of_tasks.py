@@ -292,6 +292,21 @@ def test_batches_of_ones_own_are_rows_without_their_padding():
     assert "labels" not in again
 
 
+@pytest.mark.parametrize("width", [16, 17])
+def test_labels_of_a_decoder_are_whole_beside_a_shorter_source(width):
+    """Padded to one width, as `padding="max_length"` does with both, they were cut where the source ends."""
+    dense = labelled.build("t5")
+    lengths = [(5, 14), (8, 16), (10, 12)]
+    ids, mask, labels = torch.zeros(3, 16).long(), torch.zeros(3, 16).long(), torch.full((3, width), -100)
+    for row, (source, target) in enumerate(lengths):
+        ids[row, :source], mask[row, :source] = torch.arange(2, source + 2), 1
+        labels[row, :target] = torch.arange(3, target + 3)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    text = read_text([batch], CONFIG, Reading(dense, None, Processes(), False))
+    assert [len(row["input_ids"]) for row in text.rows] == [source for source, _ in lengths]
+    assert [int((row["labels"] != -100).sum()) for row in text.rows] == [target for _, target in lengths]
+
+
 def test_two_texts_for_one_source_are_two_rows():
     """A decoder is given them: of five captions of a picture all are trained on."""
     dense = labelled.build("t5")

@@ -127,10 +127,11 @@ def recover_pretrained(
     out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo, from_pretrained_kwargs.get("token"))
     check_names(from_pretrained_kwargs, recover_pretrained, RecoveryConfig)
     check_dealt(config, processes.count)
-    check_models(pruned, teacher, from_pretrained_kwargs)
-    check_revisions(pruned, teacher, from_pretrained_kwargs.get("revision"), teacher_revision)
-    check_processing_class(processing_class)
-    check_texts(text, evaluation)
+    with processes.telling():  # a path may be missing on one of several machines
+        check_models(pruned, teacher, from_pretrained_kwargs)
+        check_revisions(pruned, teacher, from_pretrained_kwargs.get("revision"), teacher_revision)
+        check_processing_class(processing_class)
+        check_texts(text, evaluation)
     check_columns(TextOptions.of(config), text, evaluation)
     check_same_call(
         config.to_dict() | {"overwrite": overwrite},
@@ -143,9 +144,9 @@ def recover_pretrained(
     check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)
     check_outside("resume_dir", resume_dir, output_dir)
     if resume_dir is not None:
-        check_writable(existing_parent(Path(resume_dir).absolute()), f"resume_dir={str(resume_dir)!r}")
-    if resume_dir is not None:
-        check_own(Path(resume_dir), output_dir)
+        with processes.telling():
+            check_writable(existing_parent(Path(resume_dir).absolute()), f"resume_dir={str(resume_dir)!r}")
+            check_own(Path(resume_dir), output_dir)
         check_begun(Path(resume_dir), config, processes)
     with stopwatch("load"):
         named = {"auto_classes": auto_classes(config.task), **from_pretrained_kwargs}

@@ -155,6 +155,8 @@ class Processes:
             failure = error
         group = self.patient if patiently else None
         others = [one for one in self.gather(_sendable(failure), group) if one is not None]
+        if failure is None and not all(isinstance(one, Exception) for one in others):  # what another collective tells
+            raise ValueError("the processes are not at the same call: one has gone on to another. Start them again.")
         _raise(failure or next(iter(others), None))
 
     @contextmanager

@@ -18,6 +18,7 @@ from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.runtime.names_elsewhere import unknown_argument
 from gradprobe_hf.runtime.option_checks import check_callable
 from gradprobe_hf.runtime.paths import looks_like_path
+from gradprobe_hf.runtime.processes import PATIENCE, join_processes
 
 LONGEST_SHOWN = 200  # characters of a path that is not there; what is longer is a text in its place
 
@@ -39,7 +40,8 @@ def check_request(request: RunRequest, verb: Callable[..., Any]) -> None:
     if isinstance(request.calibration, bool) or request.evaluation is True:
         name = "evaluation" if request.evaluation is True else "calibration"
         raise ValueError(f"{name} must be text or batches, got bool {getattr(request, name)!r}.")
-    check_paths(request.model_or_id, {"calibration": request.calibration, "evaluation": request.evaluation})
+    with join_processes(PATIENCE).telling():  # a path may be missing on one of several machines
+        check_paths(request.model_or_id, {"calibration": request.calibration, "evaluation": request.evaluation})
     calibration = SELF if request.calibration is None else request.calibration
     check_columns(TextOptions.of(request.config), calibration, request.evaluation)
 
