@@ -113,6 +113,19 @@ def test_json_is_the_whole_of_standard_output(checkpoint, tmp_path, gradprobe):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("verb", ["estimate", "inspect", "bench"])
+def test_of_several_processes_the_first_prints(verb, checkpoint, gradprobe, monkeypatch):
+    """Those that a launcher has started share no work of these, and each would print an object of its own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert gradprobe(verb, str(checkpoint), "--json") == (0, "", "")
+    monkeypatch.setenv("WORLD_SIZE", "1")  # of a scheduler that numbers everything
+    if verb == "inspect":
+        code, out, _ = gradprobe(verb, str(checkpoint), "--json")
+        assert code == 0
+        assert json.loads(out)
+
+
 def test_quiet_is_silent_in_a_process_of_its_own(checkpoint, tmp_path):
     """Whatever a library writes past Python's streams would be seen here."""
     command = [*GRADPROBE, "prune", checkpoint, "--output", tmp_path / "out", "--quiet", "--json", *SMALL]

@@ -594,7 +594,9 @@ def test_a_run_beside_its_estimate(tmp_path, capsys):
     assert (found["forward passes"]["estimated"], found["forward passes"]["measured"]) == (4, 4)
     assert found["memory of the host"]["measured"] > 2**20
     print_expectations([Expectation(**one) for one in found.values()])
-    assert "backward passes" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "backward passes" in shown
+    assert f"{found['memory of the host']['measured'] / 1e6:,.0f} MB" in shown  # as cards, reports and estimates say it
     assert main(["estimate", str(tmp_path / "dense"), "--measured", str(out), "--sparsity", "0.6"]) == 1
     assert "--sparsity has no effect with --measured" in capsys.readouterr().err
     cases.build("gpt2").save_pretrained(tmp_path / "other")

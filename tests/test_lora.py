@@ -285,3 +285,22 @@ def test_masks_that_are_given_count_for_all_matrices_and_in_place_of_zeros():
     assert zeros(merged, masks)[0] == 0
     assert merged.get_parameter(embedding)[token].any()
     assert report.refilled == {name: int(masks[name].sum()) for name in (key, embedding)}
+
+
+def test_an_adapter_of_one_end_of_tied_weights_is_told(caplog):
+    """Merged, it is in the embedding as well, and "every zero kept" says nothing of that."""
+    model, _ = half_pruned()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    with masked_adapters(model):
+        assert "lm_head is that of base_model.model.model.embed_tokens, too" in caplog.text
+        caplog.clear()
+        before = logits(model)
+        merged, _ = merge_with_masks(model)
+    assert "which the merge changes with it" in caplog.text
+    assert not torch.allclose(logits(merged), before, atol=1e-3)
+    caplog.clear()
+    model, _ = adapted()
+    merge_with_masks(model)
+    assert "which the merge changes" not in caplog.text

@@ -91,6 +91,21 @@ def test_the_command_writes_a_checkpoint_that_says_how_it_was_made(pruned, check
     assert json.loads((other / "config.json").read_text())["gradprobe"]["recovery_steps"] == 12
 
 
+def test_one_that_helped_nowhere_is_called_none(pruned, checkpoint, text_file, tmp_path, capsys):
+    """Its weights are those of before, and what the two types make of them is no step of it."""
+    out = tmp_path / "out"
+    arguments = ["recover", str(pruned), "--teacher", str(checkpoint), "--output", str(out), "--text", str(text_file)]
+    assert main([*arguments, *OPTIONS, "--learning-rate", "1", "--quiet"]) == 0
+    printed, card = capsys.readouterr().out, (out / "README.md").read_text()
+    assert Report.load(out).recovery["best_step"] == 0
+    assert (out / "model.safetensors").read_bytes() == (pruned / "model.safetensors").read_bytes()
+    *_, before, after = next(line for line in printed.splitlines() if "KL on held-out" in line).split()
+    assert before == after
+    assert "**Recovery.** No step of it helped: the weights are as they were. After pruning, all weights" in card
+    assert "| | dense | pruned |" in card
+    assert "as it is stored" not in card
+
+
 def recovered_otherwise(said, steps=(2, 2), scales=(1, 1), first=(0, 0)):
     """Each argument by rank; texts begin at their `first` row. Whether every weight is as it was."""
     rank = torch.distributed.get_rank()

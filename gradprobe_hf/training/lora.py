@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradprobe_hf.model.loading.adapters import tied_adapters
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.training.lora_layers import (
     AdapterMasks,
@@ -98,6 +99,7 @@ def merge_with_masks(model: Any, masks: AdapterMasks = "from-zeros") -> tuple[nn
             f"{type(model).__name__} has adapters by add_adapter, which PEFT cannot merge: save them "
             "(model.save_pretrained(folder)), and pass PeftModel.from_pretrained(the pruned model, folder)."
         )
+    _warn_of_tied(model)
     given = given_masks(model, layers, masks)
     of_layers, others = layer_masks(model, layers, given), other_zeros(model, layers)
     # Before the merge, which unloads the adapters. What `masked_adapters` has kept out of training and inference is
@@ -117,6 +119,19 @@ def merge_with_masks(model: Any, masks: AdapterMasks = "from-zeros") -> tuple[nn
     under, whole = (sum(column) for column in zip(*squares.values(), strict=True))
     lost = {name: _norm_ratio(*both) for name, both in squares.items()}
     return merged, MergeReport(sparsity, lost, _norm_ratio(under, whole), zeros + kept, refilled)
+
+
+def _warn_of_tied(model: nn.Module) -> None:
+    import peft
+
+    for name, others in tied_adapters(model, peft):
+        logger.warning(
+            "the weight under the adapter of %s is that of %s, too, which the merge changes with it: the merged model "
+            "is another one than that which was trained. Leave it out of target_modules, or untie them before "
+            "(tie_word_embeddings=False)",
+            name,
+            ", ".join(others),
+        )
 
 
 @contextmanager
@@ -143,6 +158,7 @@ def masked_adapters(model: Any, masks: AdapterMasks = "from-zeros") -> Iterator[
     """
     model = without_containers(model)
     layers = lora_layers(model)
+    _warn_of_tied(model)
     given = given_masks(model, layers, masks)
     of_layers = layer_masks(model, layers, given)
     for name, layer in layers.items():

@@ -11,7 +11,7 @@ import copy
 import json
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -257,6 +257,16 @@ def _folded(model: Any, peft: Any) -> PreTrainedModel:
 
 def _check_untied(model: nn.Module, peft: Any) -> None:
     """Raise ValueError for an adapter of one end of tied weights: folded in, it would change the other end, too."""
+    for name, others in tied_adapters(model, peft):
+        raise ValueError(
+            f"an adapter of {name} cannot be folded in: its weight is tied to that of {', '.join(others)}, "
+            "which would change with it. Untie them first (tie_word_embeddings=False, and a weight for each "
+            "end), fold with PEFT's merge_and_unload, save the result, and prune that."
+        )
+
+
+def tied_adapters(model: nn.Module, peft: Any) -> Iterator[tuple[str, list[str]]]:
+    """Modules with an adapter whose weight others have, too, and those others."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -270,11 +280,7 @@ def _check_untied(model: nn.Module, peft: Any) -> None:
             weight = getattr(module.get_base_layer(), "weight", None)
             others = [other for other in holders.get(id(weight), []) if not other.startswith(f"{name}.")]
             if others:
-                raise ValueError(
-                    f"an adapter of {name} cannot be folded in: its weight is tied to that of {', '.join(others)}, "
-                    "which would change with it. Untie them first (tie_word_embeddings=False, and a weight for each "
-                    "end), fold with PEFT's merge_and_unload, save the result, and prune that."
-                )
+                yield name, others
 
 
 def _unload_inside(model: nn.Module, layer: type[Any]) -> None:
