@@ -11,14 +11,16 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset, IterableDataset
+from tokenizers import Tokenizer, models, processors
 from torch.utils.data import DataLoader
-from transformers import ViTImageProcessorPil
+from transformers import PreTrainedTokenizerFast, ViTImageProcessorPil
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.data import sources
 from gradprobe_hf.data.batches import from_iterable, from_rows, from_windows, shared_passages, shared_rows
 from gradprobe_hf.data.text import pieces
 from gradprobe_hf.data.text.pydoc_text import manual_text
+from gradprobe_hf.data.text.special_tokens import special_tokens
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, check_length, load_batches, window_length
 from gradprobe_hf.model.families import longest_text
 from gradprobe_hf.model.passes.loss import summed_loss
@@ -138,6 +140,19 @@ def test_a_tokenizer_whose_special_tokens_cannot_be_told_is_refused(text_file):
     with pytest.raises(ValueError, match=r"Odd makes \[1, 2\] of 'a', and \[3\] without.*add_special_tokens=False"):
         load(str(text_file), tokenizer=Odd())
     assert (ids(load(str(text_file), tokenizer=Odd(), add_special_tokens=False)) == 3).all()
+
+
+def test_special_tokens_are_told_by_a_text_that_the_tokenizer_knows():
+    """Of DNA: of "a" it makes nothing, which is found anywhere, and windows ended with all it puts around a text."""
+    vocabulary = {"<s>": 0, "</s>": 1, "A": 2, "C": 3, "G": 4, "T": 5}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    found = special_tokens(tokenizer, cases.build("bert"))
+    assert (found.before, found.after) == ((0,), (1,))
+    assert special_tokens(tokenizer, cases.build("llama")).before == (0,)
 
 
 def test_every_kind_of_text_gives_the_same_windows(tmp_path, text_file):
@@ -389,8 +404,11 @@ def test_what_counts_by_another_name_is_no_column_to_leave_out(name):
     columns = {"input_ids": [[1, 2, 3, 4]] * 2, name: [[0, 0, 1, 1]] * 2}
     with pytest.raises(ValueError, match=f"rows have '{name}', a value for each token, which is not read"):
         load(Dataset.from_dict(columns), samples=2)
-    labelled = load(Dataset.from_dict(columns | {"labels": [[-100, 2, 3, 4]] * 2}), samples=2)
+    labelled = load(Dataset.from_dict(columns | {"labels": [[-100, -100, 3, 4]] * 2}), samples=2)
     assert labelled.samples == 2
+    if name.endswith("mask"):
+        with pytest.raises(ValueError, match=f"rows have '{name}', a value for each token, which is not read"):
+            load(Dataset.from_dict(columns | {"labels": [[1, 2, 3, 4]] * 2}), samples=2)
     assert load(Dataset.from_dict(columns | {name: ["a text"] * 2}), samples=2).samples == 2
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -23,11 +24,15 @@ from gradprobe_hf.model.families import (
     sample_batch,
     sees_ahead,
 )
+from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.table import task_of_class
 
 # What says which tokens count, or what is to be predicted, in other code than transformers' models: they take any name.
-_LABELS_ELSEWHERE = ("label_ids", "targets", "target")
-_MASKS_ELSEWHERE = ("completion_mask", "assistant_masks", "assistant_mask", "response_mask", "loss_mask")
+_LABELS_ELSEWHERE = ("label_ids", "targets", "target", "shift_labels")
+_MASKS_ELSEWHERE = (
+    *("completion_mask", "assistant_masks", "assistant_mask", "response_mask", "loss_mask", "label_mask"),
+    *("prompt_mask", "loss_weights"),
+)
 _WITHOUT_LOSS = "; score='wanda', or importance='obs' where channels or heads alone go, needs no loss"
 _INPUTS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "input_features", "input_values"}
 
@@ -68,8 +73,9 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
                 f"{part}: {type(model).__name__} takes {model.main_input_name}, and a batch has "
                 f"{', '.join(map(str, batch))}."
             )
-        if needs_loss and "labels" not in batch and _is_of_transformers(model):
+        if needs_loss and _is_of_transformers(model):
             _check_named_labels(model, batch, takes, part)
+            _check_unshifted(model, batch, part)
         _check_rows(model, batch, dimensions, part)
         if isinstance(ids := batch.get("input_ids"), Tensor):
             _check_ids(model, ids, dimensions, part)
@@ -116,11 +122,38 @@ def _is_of_transformers(model: PreTrainedModel) -> bool:
 
 def _check_named_labels(model: PreTrainedModel, batch: Mapping[str, Any], takes: Collection[str], part: str) -> None:
     """Raise ValueError for labels by a name that the model ignores: every token would count in its loss."""
+    labels = batch.get("labels")
     for name in (*_LABELS_ELSEWHERE, *_MASKS_ELSEWHERE):
-        if name in batch and name not in takes:
+        if name in batch and name not in takes and not _is_in_labels(name, batch[name], labels):
             masks = "give labels, -100 where a token does not count"
-            remedy = "call it 'labels'" if name in _LABELS_ELSEWHERE else masks
+            remedy = "call it 'labels'" if name in _LABELS_ELSEWHERE[:-1] and labels is None else masks
             raise ValueError(f"{part}: a batch has {name!r}, which {type(model).__name__} does not take: {remedy}.")
+
+
+def _is_in_labels(name: str, values: Any, labels: Any) -> bool:
+    """Whether labels say what something beside them does: they leave out what a mask does, as collators make them."""
+    if labels is None or name in ("shift_labels", "loss_weights"):
+        return False
+    if name in _LABELS_ELSEWHERE or name == "prompt_mask":
+        return True
+    values, labels = torch.as_tensor(values), torch.as_tensor(labels)
+    return values.shape != labels.shape or bool((labels[values == 0] == IGNORED).all())
+
+
+def _check_unshifted(model: PreTrainedModel, batch: Mapping[str, Any], part: str) -> None:
+    """Raise ValueError for labels that are the ids of the next tokens: a causal model shifts them by itself."""
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and is_causal(model)):
+        return
+    if ids.ndim != 2 or labels.shape != ids.shape or ids.shape[1] < 2:
+        return
+    counted = labels[:, :-1] != IGNORED
+    is_next, is_same = ((labels[:, :-1] == other)[counted] for other in (ids[:, 1:], ids[:, :-1]))
+    if len(is_next) and bool(is_next.all()) and not bool(is_same.all()):
+        raise ValueError(
+            f"{part}: the labels of a batch are its input_ids shifted by one, and {type(model).__name__} shifts labels "
+            "by itself: give the input_ids as labels."
+        )
 
 
 def check_named_in_row(row: Mapping[str, Any], read: Collection[str], source: str) -> None:
@@ -129,11 +162,13 @@ def check_named_in_row(row: Mapping[str, Any], read: Collection[str], source: st
     Args:
         read: the columns that are.
     """
-    if "labels" in read or any(name in read for name in _MASKS_ELSEWHERE):
+    if any(name in read for name in _MASKS_ELSEWHERE):
         return
+    labels = row.get("labels") if "labels" in read else None
     for name in (*_LABELS_ELSEWHERE, *_MASKS_ELSEWHERE):
         value = row.get(name)
-        if isinstance(value, (list, tuple)) and len(value) == len(row["input_ids"]):
+        is_of_tokens = isinstance(value, (list, tuple)) and len(value) == len(row["input_ids"])
+        if is_of_tokens and not _is_in_labels(name, value, labels):
             remedy = "call it 'labels'" if name in _LABELS_ELSEWHERE else "call it 'completion_mask'"
             raise ValueError(
                 f"{source}: rows have {name!r}, a value for each token, which is not read, so that all tokens would "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from gradprobe_hf.model.masks import unpadded
 from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.embeddings import embedding_inputs, is_for_embedding
 
@@ -336,7 +337,9 @@ def from_iterable(source: Iterable[Any], name: str) -> Batches:
                 "them: {'input_ids': ..., 'attention_mask': ...}."
             )
         kept = {name: value for name, value in batch.items() if name not in HOW_TO_CALL}
-        items.append({k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in kept.items()})
+        # A loader may fill one tensor again and again; those of a list are all there.
+        copy = not isinstance(source, Sequence)
+        items.append({k: v.detach().to("cpu", copy=copy) if isinstance(v, Tensor) else v for k, v in kept.items()})
     if not items:
         raise ValueError(f"{name} holds no batches.")
     return Batches(
@@ -380,12 +383,11 @@ def token_count(batch: Mapping[str, Any]) -> int:
 
 
 def _unpadded(batch: Mapping[str, Any]) -> Tensor | None:
-    """Which tokens are no padding, bool as the ids; None: all, as where a mask is of pairs of tokens (packed texts)."""
+    """Which tokens are no padding, bool as the ids; None: all."""
     ids = batch.get("input_ids")
     return _mask_of(batch, ids) if isinstance(ids, Tensor) else None
 
 
 def _mask_of(batch: Mapping[str, Any], values: Tensor) -> Tensor | None:
     """What counts of values `[rows, ...]`; None where the batch has no mask of their shape."""
-    mask = batch.get("attention_mask")
-    return mask != 0 if isinstance(mask, Tensor) and mask.shape == values.shape else None
+    return unpadded(batch.get("attention_mask"), values)

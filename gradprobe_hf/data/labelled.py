@@ -248,7 +248,8 @@ class Labels:
         if not rows:
             return Batches.none()
         _check_text_options(spec)
-        label = next((name for name in ("label", "labels") if name in rows[0]), None)
+        # As `prepared_batches` takes them: numbers that were made of other ones are the model's own.
+        label = next((name for name in ("labels", "label") if name in rows[0]), None)
         if spec.label_column is not None:
             named = checked_column(rows[0], spec.label_column, "label_column")
             rows = [{**row, "label": row[named], "labels": row[named]} for row in rows]
@@ -261,7 +262,8 @@ class Labels:
             _check_one_label(opened, reader, [row.get(label) for row in rows])
             _warn_of_one_label(opened, spec.task, [row.get(label) for row in rows])
         kind = "tokenised rows" if "input_ids" in keep else spec.task.row
-        return _described(items, opened, f"{len(rows)} {kind}, {order}{spec.words}")
+        by_name = _by_name(reader.label_names, opened.name) if label else ""
+        return _described(items, opened, f"{len(rows)} {kind}{by_name}, {order}{spec.words}")
 
     def _is_prepared(self, opened: Source) -> bool:
         """Whether rows hold what the model is called with already."""

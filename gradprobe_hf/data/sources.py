@@ -109,6 +109,12 @@ def class_names(rows: Any, column: str | None) -> tuple[str, ...]:
     """What a data set calls the classes of a column (`datasets.ClassLabel`), of rows or of words; none of any other."""
     feature = (getattr(rows, "features", None) or {}).get(column)
     feature = getattr(feature, "feature", feature)
+    if column is not None and getattr(rows, "features", {}) is None:
+        logger.warning(
+            "the stream does not tell what its classes are called, as of one that was mapped: the numbers in %r are "
+            "taken for the model's own",
+            column,
+        )
     return tuple(getattr(feature, "names", None) or ())
 
 
@@ -121,6 +127,9 @@ def at_rate(opened: Source, rate: int) -> Source:
         if isinstance(feature, Audio) and feature.sampling_rate != rate:
             rows = rows.cast_column(name, replace(feature, sampling_rate=rate))
     return opened if rows is opened.rows else replace(opened, rows=rows)
+
+
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")  # files in a folder, which are not read there
 
 
 def open_source(spec: str, part: str, seed: int) -> Source:
@@ -342,8 +351,16 @@ def _check_separator(path: Path, names: list[str], separator: str) -> None:
 
 def _files(folder: Path) -> list[Path]:
     """Those that can be read; what is hidden (`.ipynb_checkpoints`, say) holds older copies."""
-    inside = [path for path in folder.rglob("*") if path.suffix.lower() in FORMATS]
-    return sorted(path for path in inside if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    inside = [
+        path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+    packed = [path for path in inside if path.suffix.lower() in _PACKED and Path(path.stem).suffix.lower() in FORMATS]
+    if packed:
+        raise ValueError(
+            f"{folder} holds {min(packed).name}, which is compressed and would be left out: unpack such files, or name "
+            "the files to read."
+        )
+    return sorted(path for path in inside if path.suffix.lower() in FORMATS)
 
 
 def _of_split(folder: Path, files: list[Path], part: str) -> tuple[list[Path], str | None]:

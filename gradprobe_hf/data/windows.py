@@ -8,6 +8,7 @@ seeds compare.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,6 +47,8 @@ from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.columns import IGNORED
 
 logger = logging.getLogger(__name__)
+
+_RUN = 8  # tokens: a text hardly says one so often
 
 _COUNTS = ("completion_mask", "assistant_masks")  # of tokenised rows: 1 where a token counts in the loss
 
@@ -231,7 +234,8 @@ def open_rows(source: Any, part: Part, seed: int) -> Source | None:
     if is_dataset(source):
         known = getattr(source.info, "dataset_name", None)
         # Columns as plain Python, whatever a user reads them as; a transform of the user's own stays.
-        if (getattr(source, "format", None) or {}).get("type") not in (None, "custom"):
+        stored = getattr(source, "format", {"type": "a stream's"}) or {}
+        if stored.get("type") not in (None, "custom"):
             source = source.with_format(None)
         return seeded(source, seed, f"a Dataset ({known})" if known else "a Dataset")
     if isinstance(source, Sequence) and source:
@@ -303,11 +307,29 @@ def _tokenised(opened: Source, windows: WindowSpec) -> Drawn:
         )
     if len(taken) < windows.samples and not windows.held_out and not (windows.at_most and taken):
         raise ValueError(f"{opened.name} holds {len(taken)} tokenised rows and {windows.samples} were asked for.")
+    if "attention_mask" not in there:
+        _warn_of_runs(taken, opened.name)
     taken = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in taken]
     protocol = f"{len(taken)} tokenised rows, {order}{windows.words}"
     if all(row["labels"].ndim == 1 for row in taken if "labels" in row):  # one label each is an error of its own
         protocol += silent_rows(taken, opened.name, "rows")
     return Drawn(taken, opened.name, protocol, opened.dataset_id)
+
+
+def _warn_of_runs(rows: Sequence[dict[str, torch.Tensor]], name: str) -> None:
+    """Rows that end, or begin, with one token again and again, as padded ones do, which no mask tells from text."""
+    edges = (ids for row in rows for ids in (row["input_ids"][-_RUN:], row["input_ids"][:_RUN]))
+    runs = Counter(int(ids[0]) for ids in edges if len(ids) == _RUN and bool((ids == ids[0]).all()))
+    token, count = max(runs.items(), key=lambda one: one[1], default=(0, 0))
+    if 2 * count > len(rows):
+        logger.warning(
+            "%d of %d rows of %s end or begin with a run of the token %d, as padding does, and have no attention_mask: "
+            "it counts as text. Keep the attention_mask where rows are tokenised, or do not pad them",
+            count,
+            len(rows),
+            name,
+            token,
+        )
 
 
 def _with_labels(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

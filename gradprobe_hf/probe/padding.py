@@ -24,6 +24,7 @@ from gradprobe_hf.model.families import (
     widened_mask,
     widens_inputs,
 )
+from gradprobe_hf.model.masks import unpadded
 from gradprobe_hf.model.passes.loss import Batch
 from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target
@@ -61,10 +62,11 @@ class BatchLayout:
         ids, inputs = batch.get("input_ids"), batch.get("attention_mask")
         choices = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 3 else 1
         encoder_mask = None
-        # A mask of three dimensions beside rows of two is of pairs of tokens.
         if isinstance(inputs, Tensor) and (inputs.ndim == 2 or (choices > 1 and inputs.ndim == 3)):
             # As transformers reads it: what is not 0 counts. Segments of packed texts are numbered 1, 2, ...
             encoder_mask = (inputs != 0).flatten(1)
+        elif isinstance(ids, Tensor) and (seen := unpadded(inputs, ids)) is not None and not bool(seen.all()):
+            encoder_mask = seen  # of pairs of tokens
         if encoder_mask is None and isinstance(ids, Tensor) and ids.ndim == 2 and widens_inputs(model):
             encoder_mask = torch.ones_like(ids, dtype=torch.bool)
         # Decoder-only OPT calls its blocks `decoder` too; its tokens are those of `attention_mask`.

@@ -13,6 +13,7 @@ from typing import Any
 from gradprobe_hf.tasks.conversation import Chat, Message, is_learnt, on_one_day
 
 ASSISTANT = "assistant"
+_MEDIA = ("image", "video", "audio")  # in the names of parts
 _ANOTHER = "another-answer-9f2c"  # what no template writes by itself
 _PART = re.compile(r"""["']type["']\s*:\s*["'](text|image|audio|video)""")  # of a content, written as data
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -76,8 +77,12 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages, or does not tell what the assistant says.
         """
+        _check_text_alone(chat)
         chat = self._with_plain_contents(chat)
         text = self._text(chat)
+        if not _is_said(chat, text):
+            chat = self._with_contents_read(chat, text)
+            text = self._text(chat)
         if not assistant_only:
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             return RenderedChat(text, list(ids), [True] * len(ids))
@@ -125,6 +130,29 @@ class ChatTemplate:
             return chat
         return replace(chat, messages=[_joined(message) for message in chat.messages])
 
+    def _with_contents_read(self, chat: Chat, text: str) -> Chat:
+        """The contents as parts, where a template reads nothing else and renders texts as nothing (LLaVA, SmolVLM).
+
+        Args:
+            text: in which no content is found as it is: a template may write it in another way, too.
+
+        Raises:
+            ValueError: what the messages say makes no difference to the template.
+        """
+        if self._text(replace(chat, messages=[_saying(one, _ANOTHER) for one in chat.messages])) != text:
+            return chat
+        in_parts = [
+            {**one, "content": [{"type": "text", "text": one["content"]}]} if _says(one) else one
+            for one in chat.messages
+        ]
+        chat = replace(chat, messages=in_parts)
+        if not _is_said(chat, self._text(chat)):
+            raise ValueError(
+                "the chat template renders nothing of what these messages say: give a tokenizer with a template that "
+                "reads their contents (processing_class=), or name a column of plain text (text_column)."
+            )
+        return chat
+
     def _spans(self, chat: Chat, text: str, turns: Collection[int]) -> list[tuple[int, int]]:
         """Where in the rendered text the assistant has these turns: each is what it adds to the turns before it."""
         spans = []
@@ -164,6 +192,42 @@ class ChatTemplate:
     def _asked(self, chat: Chat) -> dict[str, Any]:
         given = {"conversation": list(chat.messages), "chat_template": self._of(chat), "tools": chat.tools}
         return {**chat.template_options, **given}
+
+
+def _check_text_alone(chat: Chat) -> None:
+    """Raise ValueError for images and recordings inside of messages: no template puts more than a place there."""
+    for message in chat.messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = str(part.get("type")) if isinstance(part, Mapping) else ""
+            if any(medium in kind for medium in _MEDIA):
+                raise ValueError(
+                    f"a message holds a part of type {kind!r}, and chats in a column of messages are read as text: "
+                    "give images in a column 'images' beside the messages, leave such chats out, or give batches as "
+                    "the processor makes them."
+                )
+
+
+def _says(message: Message) -> bool:
+    """Whether its content is a text, and not blank."""
+    return isinstance(content := message.get("content"), str) and bool(content.strip())
+
+
+def _saying(message: Message, text: str) -> Message:
+    return {**message, "content": text} if _says(message) else message
+
+
+def _is_said(chat: Chat, text: str) -> bool:
+    """Whether any content is in a rendered text as it is, or none has one."""
+    contents = [content for message in chat.messages for content in _texts_of(message) if content.strip()]
+    return not contents or any(content.strip() in text for content in contents)
+
+
+def _texts_of(message: Message) -> list[str]:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _joined(message: Message) -> Message:

@@ -11,7 +11,7 @@ Source: github.com/IST-DASLab/gptq (datautils.py, opt.py), github.com/IST-DASLab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,11 @@ def _rows(source: Any) -> Source:
         opened = open_source(str(source), "evaluation", seed=0)
     elif is_dataset(source):
         opened = Source(source, "a Dataset")
+    elif not isinstance(source, Sequence):
+        raise ValueError(
+            f"the paper protocol measures on texts, and got {type(source).__name__}: give a file, a Hub dataset, a "
+            "list of texts or rows, or a Dataset, or measure on windows (evaluation_protocol, --protocol)."
+        )
     elif source and isinstance(source[0], Mapping):
         opened = Source(rows_from(source), f"{len(source)} rows")
     else:

@@ -6,7 +6,9 @@ and measure the model in a state that no user of it ever sees.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.model.families import is_causal
 
-_PLAIN = "a"  # a text of which every tokenizer makes plain tokens
+_PLAIN = "a"  # a text of which nearly every tokenizer makes plain tokens
+_TRIED = 1000  # of a vocabulary, to find another
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,16 @@ def special_tokens(processing_class: Any, model: PreTrainedModel, wanted: bool =
     tokenizer = tokenizer_of(processing_class)
     if not wanted:
         return SpecialTokens()
-    whole, plain = (tokenizer(_PLAIN, add_special_tokens=added)["input_ids"] for added in (True, False))
-    starts = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
+    # Of one for another alphabet, of DNA say, a text in its own.
+    others: Iterable[str] = getattr(tokenizer, "get_vocab", dict)()
+    texts = (_PLAIN, *(text for text in islice(others, _TRIED) if text.isalnum()))
+    tried = ((text, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+    text, plain = next(((text, ids) for text, ids in tried if ids), (_PLAIN, []))
+    whole = tokenizer(text, add_special_tokens=True)["input_ids"]
+    starts = [at for at in range(len(whole) - len(plain) + 1) if plain and whole[at : at + len(plain)] == plain]
     if not starts:
         raise ValueError(
-            f"{type(tokenizer).__name__} makes {whole} of {_PLAIN!r}, and {plain} without special tokens: what it puts "
+            f"{type(tokenizer).__name__} makes {whole} of {text!r}, and {plain} without special tokens: what it puts "
             "before and after a text cannot be told. Set add_special_tokens=False (--add-special-tokens off)."
         )
     before = tuple(whole[: starts[0]])

@@ -26,6 +26,7 @@ from gradprobe_hf.model.families import (
     transcribes_freely,
     without_cache,
 )
+from gradprobe_hf.model.masks import unpadded
 from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.embeddings import embedding_inputs, embedding_loss, is_for_embedding
 from gradprobe_hf.tasks.media_tokens import words_of
@@ -235,9 +236,9 @@ def labels_of(batch: Batch, model: PreTrainedModel | None) -> Tensor:
 def _labels_by_mask(batch: Batch, default: Tensor | None = None) -> Any:
     labels, mask = batch.get("labels"), batch.get("attention_mask")
     labels = default if labels is None else labels
-    if labels is None or mask is None or mask.shape != labels.shape:
+    if not isinstance(labels, Tensor) or (seen := unpadded(mask, labels)) is None:
         return labels
-    return labels.masked_fill(mask == 0, IGNORED)
+    return labels.masked_fill(~seen, IGNORED)
 
 
 def _mean_over(model: PreTrainedModel, batch: Batch) -> Tensor:
