@@ -29,7 +29,7 @@ from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.divergence_loss import SummedDivergence, TopPredictions, WholePredictions
 from gradprobe_hf.model.passes.loss import LOGITS_AT_ONCE
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.recovery.distil import teacher_of
+from gradprobe_hf.recovery.distil import _whole_steps, teacher_of
 from gradprobe_hf.recovery.teacher import LiveTeacher
 from gradprobe_hf.recovery.text import Reading, RecoveryText, collated, read_text
 from gradprobe_hf.recovery.trainer import BestState, evaluating, without_dropout
@@ -383,6 +383,12 @@ def test_steps_in_bfloat16_are_of_the_weights_as_they_are_then():
     assert abs(wanted[6] - wanted[0]) > 0.2 * wanted[0], "it is another model than it was"
 
 
+def test_no_row_comes_twice_while_there_are_others():
+    rows = [{"window": number} for number in range(22)]
+    assert _whole_steps(rows, 4, steps=5) == rows[:20]
+    assert _whole_steps(rows, 4, steps=6) == [*rows, *rows[:2]]
+
+
 def test_rows_that_are_held_out_are_never_trained_on():
     rows = text()
     ids = [{tuple(row["input_ids"].tolist()) for row in part} for part in (rows.trained, rows.kept_back)]
@@ -406,6 +412,27 @@ def test_a_text_that_is_too_short_for_every_step_gives_what_it_has(text_file):
     mixed = load_batches(mixture, WindowSpec(8 * most.samples, 64, 1, at_most=True), **options)
     assert abs(mixed.samples - most.samples * 4 / 3) <= 2, "the weights hold"
     assert shares(mixture, mixed.samples)[str(text_file)] == most.samples
+    assert f"{mixed.samples - most.samples} of " in mixed.protocol, "what it has been cut to"
+
+
+def test_a_mixture_writes_no_more_than_it_takes(text_file, monkeypatch, caplog):
+    """To write is what takes longest, and what the shortest text has no match for is cut off."""
+    asked = []
+
+    def own(model, samples, length, seed, **_):
+        asked.append(samples)
+        return torch.randint(256, (samples, length), generator=torch.Generator().manual_seed(seed))
+
+    monkeypatch.setattr("gradprobe_hf.data.windows.own_text", own)
+    options = {"part": "calibration", "model": cases.build(DENSE), "processing_class": cases.tokenizer()}
+    held = len(text_file.read_text()) // 64
+    mixture = {"self": 1, str(text_file): 1}
+    mixed = load_batches(mixture, WindowSpec(8 * held, 64, 1, at_most=True), **options)
+    assert asked == [held]
+    assert mixed.samples == 2 * held
+    assert (
+        f"holds {held} of the {4 * held} rows that its weight asks for: all of the mixture is cut to 25%" in caplog.text
+    )
 
 
 def test_held_out_windows_are_none_to_train_on(text_file, caplog):

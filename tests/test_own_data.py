@@ -5,17 +5,19 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.data.batches import from_iterable, token_count
+from gradprobe_hf.data.batches import from_iterable, share_in_sketch, shared_passages, sketch, token_count
 from gradprobe_hf.data.labelled import TaskOptions
 from gradprobe_hf.data.text.chat import ChatTemplate
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.model.passes.loss import summed_loss
+from gradprobe_hf.tasks.columns import LabelNames
 from gradprobe_hf.tasks.conversation import Chat
 from gradprobe_hf.tasks.table import task_of_class
 from tests import cases, labelled
@@ -74,6 +76,52 @@ def test_labels_that_are_the_model_s_own_numbers_are_not_numbered_again(names):
     by_text = {tuple(row["input_ids"]): label for row, label in zip(rows, own, strict=True)}
     for batch in found:
         assert int(batch["labels"]) == by_text[tuple(batch["input_ids"][0].tolist())]
+
+
+@pytest.mark.parametrize(
+    ("ids", "true"), [({"true": 0, "false": 1}, 0), ({"False": 0, "True": 1}, 1), ({"LABEL_0": 0, "LABEL_1": 1}, 1)]
+)
+def test_true_and_false_go_by_their_names(ids, true):
+    """A file of rows makes truth values of them, which are 1 and 0 to Python."""
+    names = LabelNames(ids, 2)
+    assert [names.number(value, "a row") for value in (True, False)] == [true, 1 - true]
+
+
+def test_what_is_true_has_to_be_told():
+    with pytest.raises(
+        ValueError, match=r"the model calls its labels .*'refuted'.*: which of them is true is not told"
+    ):
+        LabelNames({"supported": 0, "refuted": 1}, 2).number(True, "a row")
+
+
+@pytest.mark.parametrize(
+    ("names", "values", "is_refused"),
+    [
+        (["1", "0"], [0, 1], True),
+        (["0", "1"], [0, 1], False),
+        (["1 star", "2 stars", "3 stars"], [1, 2], True),
+        (["1 star", "2 stars", "3 stars"], [0, 1, 2], False),
+        (["1 star", "2 stars", "3 stars"], ["1", "2"], False),
+        (["bad", "good"], [0, 1], False),
+    ],
+)
+def test_numbers_that_are_names_of_other_labels_are_refused(names, values, is_refused):
+    found = LabelNames({name: number for number, name in enumerate(names)}, len(names))
+    with pytest.raises(ValueError, match=r"the label [01] may be the model's label") if is_refused else nullcontext():
+        found.check_numbers(values, "a file")
+
+
+def test_chats_of_one_prompt_share_no_text():
+    def chats(first):
+        rows = torch.randint(100, 256, (16, 64), generator=torch.Generator().manual_seed(first))
+        rows[:, 10:50] = torch.arange(40)  # what all are asked
+        return from_iterable([{"input_ids": rows}], "chats")
+
+    one, other = chats(1), chats(2)
+    single = from_iterable([{"input_ids": one.items[0]["input_ids"][:1]}], "a chat")
+    assert shared_passages(one, other) == shared_passages(single, other) == 0
+    assert share_in_sketch(sketch(single), other) == 0
+    assert shared_passages(one, one) > 0.1
 
 
 def test_a_loader_that_fills_one_tensor_again_and_again_is_read_as_it_goes():

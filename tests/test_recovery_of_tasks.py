@@ -307,6 +307,22 @@ def test_labels_of_a_decoder_are_whole_beside_a_shorter_source(width):
     assert [int((row["labels"] != -100).sum()) for row in text.rows] == [target for _, target in lengths]
 
 
+def test_what_an_architecture_never_trains_stays():
+    """Whisper's sinusoids, which other tools make anew. What a user has frozen trains all the same."""
+    dense, student = labelled.build("whisper"), labelled.build("whisper")
+    with torch.no_grad():
+        student.model.encoder.layers[0].fc1.weight[:, ::2] = 0
+    student.model.decoder.layers[0].fc1.weight.requires_grad_(False)
+    before = cases.bits(student)
+    case = labelled.CASES["whisper"]
+    options = {"text": case.rows(), "evaluation": False, "processing_class": case.processor(), "progress": False}
+    recover_pretrained(student, dense, CONFIG, **options)
+    moved = {name for name, bits in cases.bits(student).items() if not torch.equal(bits, before[name])}
+    assert "model.encoder.embed_positions.weight" not in moved
+    assert "model.decoder.layers.0.fc1.weight" in moved
+    assert not student.model.encoder.embed_positions.weight.requires_grad
+
+
 def test_two_texts_for_one_source_are_two_rows():
     """A decoder is given them: of five captions of a picture all are trained on."""
     dense = labelled.build("t5")

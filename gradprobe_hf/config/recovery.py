@@ -43,9 +43,10 @@ class RecoveryConfig(Options):
 
     Args:
         steps: optimizer steps.
-        learning_rate: highest learning rate of AdamW (betas 0.9 and 0.95, no weight decay), > 0; a cosine takes it to
-            0.
-        warmup_steps: steps in which the learning rate rises. Default: a fifteenth of `steps`.
+        learning_rate: highest learning rate of AdamW (betas 0.9 and 0.95, no weight decay; gradients are clipped to a
+            norm of 1), > 0; a cosine takes it to 0.
+        warmup_steps: steps in which the learning rate rises from 0, the first of which changes nothing. Default: a
+            fifteenth of `steps`.
         batch_size: windows in a step, over all processes.
         gradient_accumulation_steps: parts that a step is computed in, one after the other: memory, and of the result
             no more than rounding.

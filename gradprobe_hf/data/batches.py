@@ -230,19 +230,18 @@ def _text_of(batch: Mapping[str, Any]) -> Any:
 def shared_passages(a: Batches, b: Batches) -> float:
     """The share of the runs of `PASSAGE` tokens in b that stand in a, too, wherever the windows of both are cut.
 
-    What stands in a more than once, a system prompt say, is nobody's text and does not count.
+    What stands in either more than once, a system prompt say, is nobody's text and does not count.
     """
-    known, counts = _passages(a).unique(return_counts=True)
-    found = torch.isin(_passages(b), known[counts == 1])
-    return float(found.double().mean()) if len(found) else 0.0
+    whole = _passages(b)
+    found = torch.isin(_once(whole), _once(_passages(a)))
+    return float(found.sum()) / len(whole) if len(whole) else 0.0
 
 
 def sketch(batches: Batches) -> list[int]:
     """Numbers by which what was read is known again, in whatever windows, beside whatever else: the smallest of those
     of its passages, which are a random sample of them (the bottom-k sketch of Cohen and Kaplan 2007).
     """
-    numbers, counts = _numbers(batches).unique(return_counts=True)
-    kept: list[int] = numbers[counts == 1][:SKETCH].tolist()
+    kept: list[int] = _once(_numbers(batches))[:SKETCH].tolist()
     return kept
 
 
@@ -251,7 +250,14 @@ def share_in_sketch(known: Sequence[int], batches: Batches) -> float:
     numbers = _numbers(batches)
     if len(known) == SKETCH:  # what lies above was not kept
         numbers = numbers[numbers <= known[-1]]
-    return float(torch.isin(numbers, torch.tensor(known)).double().mean()) if len(numbers) and known else 0.0
+    found = torch.isin(_once(numbers), torch.tensor(known))
+    return float(found.sum()) / len(numbers) if len(numbers) and known else 0.0
+
+
+def _once(numbers: Tensor) -> Tensor:
+    """Those that are there once, sorted."""
+    values, counts = numbers.unique(return_counts=True)
+    return values[counts == 1]
 
 
 def _numbers(batches: Batches) -> Tensor:

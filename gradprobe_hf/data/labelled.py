@@ -380,7 +380,10 @@ def _taken(opened: Source, spec: RowSpec) -> tuple[list[Row], str]:
 
 
 def _check_one_label(opened: Source, reader: RowReader, labels: Sequence[Any]) -> None:
-    """Raise ValueError for measures that are all the same: splits for tests are published with -1 in their place."""
+    """Raise ValueError for numbers that may be names, and for measures that are all the same: splits for tests are
+    published with -1 in their place."""
+    if not reader.is_regression:
+        reader.label_names.check_numbers(labels, opened.name)
     if len(labels) >= FEWEST_OF_ONE_LABEL and reader.is_regression and len(set(map(str, labels))) == 1:
         raise ValueError(
             f"{opened.name}: all {len(labels)} rows have the label {labels[0]}, where a measure is to be predicted: "

@@ -8,6 +8,7 @@ seeds compare.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ from gradprobe_hf.data.sources import (
     text_rows,
 )
 from gradprobe_hf.data.text.documents import holds_chats
-from gradprobe_hf.data.text.mixture import in_proportion, is_mixture, mixed, shares
+from gradprobe_hf.data.text.mixture import held_share, in_proportion, is_mixture, mixed, shares
 from gradprobe_hf.data.text.packing import Drawn, WindowSpec, draw_documents, draw_packed, rows_of, silent_rows
 from gradprobe_hf.data.text.pydoc_text import Part, manual_text
 from gradprobe_hf.data.text.self_generated import KeptText, own_text
@@ -191,9 +192,12 @@ class _Reader:
             labels.check_texts(one for one in opened.values() if isinstance(one, Source))
         if has_to_be_chats:
             _check_chats(list(opened.values()), windows.text)
-        parts = {}
+        parts: dict[str, Drawn] = {}
         for name in sorted(counts, key=_is_self):  # to write is expensive: what cannot be read is told before
-            drawn = self.drawn(opened[name], replace(windows, samples=counts[name]))
+            wanted = counts[name]
+            if windows.at_most and parts and _is_self(name):  # what is cut off would be written in vain
+                wanted = min(wanted, math.ceil(held_share(parts, counts) * wanted - 1e-9))
+            drawn = self.drawn(opened[name], replace(windows, samples=max(1, wanted)))
             assert drawn is not None, "a name is no batches"
             parts[name] = drawn
         parts = {name: parts[name] for name in counts}

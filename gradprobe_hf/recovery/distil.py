@@ -7,6 +7,7 @@ those of the dense model as it is stored (2 in bfloat16), unless its predictions
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import tempfile
@@ -103,7 +104,8 @@ class Trained:
         best_step: whose state was kept; 0: no step was better than none.
         held_out: step -> mean divergence on the held-out text there, in nats per token.
         held_out_as_left: the same of the model that was handed back: in its own type, adapters folded in.
-        tokens: that were trained on, those of several epochs as often.
+        tokens: that were trained on, those of several epochs as often; where rows differ in length the mean of them all
+            counts for each.
         seconds: of all of them, in a run that was resumed those of the calls before, too.
         warnings: what became of it otherwise than a reader would think.
     """
@@ -263,7 +265,7 @@ def distil(
             layout=text.layout,
             bf16=bf16,
             stopwatch=place.stopwatch,
-            train_dataset=_whole_steps(text.trained, config.batch_size),
+            train_dataset=_whole_steps(text.trained, config.batch_size, config.steps),
             eval_dataset=text.kept_back,
             callbacks=[*([ProgressBar()] if place.progress else []), *keepers, best],
         )
@@ -347,12 +349,27 @@ def _kept_zero(
         merge_with_masks(adapted, masks)
 
 
-def _whole_steps(rows: list[dict[str, Any]], batch_size: int) -> list[dict[str, Any]]:
+def _whole_steps(rows: list[dict[str, Any]], batch_size: int, steps: int) -> list[dict[str, Any]]:
     """The rows, and as many of them again as make every step of an epoch a whole one.
 
     A step of fewer would be another one in two processes, or in two parts, than in one.
     """
+    if steps * batch_size <= len(rows):  # none twice, while there are others
+        return rows[: len(rows) - len(rows) % batch_size]
     return [*rows, *islice(cycle(rows), -len(rows) % batch_size)]
+
+
+def _constants(model: nn.Module) -> set[str]:
+    """Parameters that the class itself never trains: Whisper's sinusoids, which other tools make anew.
+
+    Of a model in memory its user may have frozen others, all of them say.
+    """
+    try:
+        with torch.device("meta"):
+            made = type(model)(copy.deepcopy(model.config))
+    except Exception:  # a class that is made otherwise
+        return set()
+    return {name for name, parameter in made.named_parameters() if not parameter.requires_grad}
 
 
 @contextmanager
@@ -361,13 +378,14 @@ def _trainable(model: nn.Module, frozen: Set[str]) -> Iterator[None]:
 
     Steps of a hundred-thousandth of a weight are lost in bfloat16.
     """
+    fixed = frozen | _constants(model)
     types = {name: (parameter.dtype, parameter.requires_grad) for name, parameter in model.named_parameters()}
     use_cache = getattr(model.config, "use_cache", None)  # Trainer's to set
     try:
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-                parameter.requires_grad_(name not in frozen)
+                parameter.requires_grad_(name not in fixed)
         yield
     finally:
         for name, parameter in model.named_parameters():

@@ -55,6 +55,7 @@ HELD_OUT = "eval_loss"  # what Trainer calls the loss on its evaluation data, wh
 BEST_NAME = "best.safetensors"
 SECONDS_NAME = "seconds.json"  # of each stage until a checkpoint, in it
 BETAS = (0.9, 0.95)
+MAX_GRADIENT_NORM = 1.0
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
 # What Accelerate puts into a module that it prepares, and leaves there.
 _PREPARED = ("forward", "_original_forward", "_is_accelerate_prepared")
@@ -88,6 +89,7 @@ def training_arguments(
         adam_beta1=BETAS[0],
         adam_beta2=BETAS[1],
         weight_decay=0.0,
+        max_grad_norm=MAX_GRADIENT_NORM,
         use_cpu=on_cpu,
         eval_strategy="steps",
         eval_steps=config.distance,

@@ -345,6 +345,8 @@ class LabelNames:
         """
         if isinstance(value, Tensor) and value.ndim == 0:
             value = value.item()
+        if isinstance(value, bool):
+            return self._of_truth(value, where)
         if isinstance(value, Integral) and self.renumbered and 0 <= int(value) < len(self.stored):
             value = self.matched[int(value)]
         if isinstance(value, str):
@@ -364,6 +366,35 @@ class LabelNames:
             + " Where a row has several, the model's config must say so: problem_type='multi_label_classification'."
             * several
         )
+
+    def _of_truth(self, value: bool, where: str) -> int:
+        """Of a column of true and false: by these names, or by the number where the model's labels have no names."""
+        folded = {name.lower(): number for name, number in self.ids.items()}
+        if {"true", "false"} <= set(folded):
+            return folded[str(value).lower()]
+        if _are_numbers(self.ids) and self.count == 2:
+            return int(value)
+        raise ValueError(
+            f"{where} has the label {value}, and the model calls its labels {_shown(list(self.ids))}: which of them is "
+            "true is not told. Write their names, or numbers."
+        )
+
+    def check_numbers(self, values: Sequence[Any], source: str) -> None:
+        """Raise ValueError for plain numbers that are names of the model's labels, too, and of other ones.
+
+        Of labels "1 star" to "5 stars" numbered 1 to 5 each would be the next one; a 0 among them is no name.
+        """
+        named = self._counted | {name: name for name in self.ids if name.isdigit()}
+        plain = [value for value in values if isinstance(value, Integral) and not isinstance(value, bool)]
+        if self.stored or not plain or any(str(value) not in named for value in plain):
+            return
+        other = next((value for value in plain if self.ids[named[str(value)]] != value), None)
+        if other is not None:
+            raise ValueError(
+                f"{source}: the label {other} may be the model's label {named[str(other)]!r}, whose number is "
+                f"{self.ids[named[str(other)]]}, or the one whose number is {other}: write names, or give the column a "
+                "ClassLabel."
+            )
 
     def _named(self, value: str, where: str) -> int:
         folded = {name.lower(): number for name, number in self.ids.items()}

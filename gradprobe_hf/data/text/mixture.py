@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 
 from gradprobe_hf.data.text.packing import Drawn
 from gradprobe_hf.runtime.option_checks import number
+
+logger = logging.getLogger(__name__)
 
 
 def is_mixture(source: Any) -> bool:
@@ -58,10 +61,29 @@ def in_proportion(parts: Mapping[str, Drawn], counts: Mapping[str, int]) -> dict
     Args:
         counts: rows of each that were asked for.
     """
-    held = min(len(part.rows) / counts[name] for name, part in parts.items())
-    return {
-        name: replace(part, rows=part.rows[: max(1, int(held * counts[name] + 1e-9))]) for name, part in parts.items()
-    }
+    held = held_share(parts, counts)
+    if held < 1:
+        least = min(parts, key=lambda name: len(parts[name].rows) / counts[name])
+        logger.warning(
+            "%s holds %d of the %d rows that its weight asks for: all of the mixture is cut to %.0f%%, and read more "
+            "often. Give it less weight, or more text",
+            parts[least].source,
+            len(parts[least].rows),
+            counts[least],
+            100 * held,
+        )
+    return {name: _cut(part, max(1, int(held * counts[name] + 1e-9))) for name, part in parts.items()}
+
+
+def held_share(parts: Mapping[str, Drawn], counts: Mapping[str, int]) -> float:
+    """How much of the rows that were asked for the part has which holds the least of its own."""
+    return min(len(part.rows) / counts[name] for name, part in parts.items())
+
+
+def _cut(part: Drawn, rows: int) -> Drawn:
+    if rows == len(part.rows):
+        return part
+    return replace(part, rows=part.rows[:rows], protocol=f"{rows} of {part.protocol}")
 
 
 def mixed(parts: Mapping[str, Drawn], weights: Mapping[str, float], seed: int) -> Drawn:

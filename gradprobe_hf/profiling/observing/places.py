@@ -33,6 +33,7 @@ _LIBRARIES = library_folders(("transformers", "accelerate", "datasets", "evaluat
 # Both read scalars by design: the step counts of an optimizer are on the CPU, and a loss scale has to be looked at.
 # Not all of torch.amp: a forward pass under autocast is called from there.
 _BY_DESIGN = (_TORCH + "optim" + os.sep, os.path.join(_TORCH, "amp", "grad_scaler.py"))
+_LOADER = os.path.join(_TORCH, "utils", "data") + os.sep  # which draws its seed as a number, whenever it begins
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def place_of(frame: FrameType | None, any_call: bool = False) -> Place | None:
         owner = _owner(file)
         if owner == "user":
             return Place(shown_path(file), line, frame.f_code.co_name, through)
-        if file.startswith(_BY_DESIGN) and not any_call:
+        by_itself = file.startswith(_LOADER) and through is None  # not for a collator
+        if (file.startswith(_BY_DESIGN) or by_itself) and not any_call:
             return None
         if owner == "package" and own is None:
             own = Place(_within_package(file), line, frame.f_code.co_name, through)
