@@ -33,7 +33,7 @@ from gradprobe_hf.profiling.findings import CHECKS, findings_of
 from gradprobe_hf.profiling.fixing.changes import CHANGES
 from gradprobe_hf.profiling.fixing.trial import run_trial
 from gradprobe_hf.profiling.observing import step_trace
-from gradprobe_hf.profiling.observing.observation import Compilation
+from gradprobe_hf.profiling.observing.observation import Compilation, Observation
 from gradprobe_hf.profiling.observing.places import Place, library_folders
 from gradprobe_hf.profiling.script import profile_script
 from tests import cases, planted, trainers
@@ -486,6 +486,39 @@ def test_a_trainer(tmp_path):
     assert padding.share == pytest.approx(0.5 * (report.shares["forward"] + report.shares["backward"]))
     per_step = report.throughput["tokens_per_second"] * report.step_seconds["mean"]
     assert per_step == pytest.approx(2 * 6)
+
+
+def test_tokens_a_second_are_those_of_the_timed_steps():
+    """Of batches in the order of their length those of other steps tell nothing."""
+    rows = [{"input_ids": torch.ones(2, 2 * step + 2).long()} for step in range(20)]
+    for row in rows:
+        row["attention_mask"] = torch.ones_like(row["input_ids"])
+        row["attention_mask"][1, -1] = 0
+    model = torch.nn.Embedding(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with profiled(model, schedule=Schedule(warmup=2, timed=5, traced=1, located=2)) as profile:
+        for batch in DataLoader(rows, batch_size=None):
+            model(batch["input_ids"]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = profile.report()
+    seconds, counted = sum(report.observation.timed), sum(int(row["attention_mask"].sum()) for row in rows[2:7])
+    assert report.throughput["tokens_per_second"] * seconds == pytest.approx(counted)
+    assert report.throughput["samples_per_second"] * seconds == pytest.approx(10)
+    again = ProfileReport(Observation.from_dict(json.loads(json.dumps(report.observation.to_dict()))))
+    assert again.throughput == report.throughput
+
+
+def test_a_loader_s_own_seed_is_no_synchronization_of_its_user_s():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with profiled(model, schedule=Schedule(warmup=1, timed=2, traced=1, located=3)) as profile:
+        for _ in range(8):
+            for rows in DataLoader(torch.ones(2, 2), batch_size=2):  # begins anew in each step
+                model(rows).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [one for one in profile.report().findings if one.kind == "synchronization"] == []
 
 
 def test_a_callback_has_no_report_before_training():

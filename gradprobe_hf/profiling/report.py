@@ -67,7 +67,8 @@ class ProfileReport:
     @property
     def throughput(self) -> dict[str, float]:
         """Samples and tokens a second, of this process, where batches tell. Known padding does not count."""
-        contents, seconds = self.observation.contents, self.step_seconds
+        # Batches that are sorted by their length, say, are not alike: those of the timed steps count.
+        contents, seconds = self.observation.timed_contents or self.observation.contents, self.step_seconds
         if contents is None or seconds is None:
             return {}
         counts = {"samples": contents.samples, "tokens": contents.tokens}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,31 @@ def contents_of(batch: Any, has_decoder: bool = False) -> Contents | None:
             tokens += written.numel()
             padding = None if padding is None else padding + int(written.eq(IGNORED).sum())
         return Contents(1, len(first), tokens, padding)
+
+
+class Uncounted:
+    """What a batch holds, to be counted later: to count padding is to wait for the device, which no timed step does.
+
+    Of a batch as `contents_of` takes it. Its ids, mask and labels are kept until then, and nothing else of it.
+    """
+
+    def __init__(self, batch: Any, has_decoder: bool) -> None:
+        self._has_decoder = has_decoder
+        with torch._C.DisableTorchFunction():
+            self._kept = dict(_parts(batch)) if isinstance(batch, Mapping) else batch
+
+    def count(self) -> Contents | None:
+        return contents_of(self._kept, self._has_decoder)
+
+
+def _parts(batch: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is counted, and in place of the first tensor one that has its rows alone."""
+    first = next((name for name, value in batch.items() if isinstance(value, Tensor) and value.ndim), None)
+    for name, value in batch.items():
+        if name in ("input_ids", "attention_mask", "labels"):
+            yield name, value
+        elif name == first:
+            yield name, torch.empty(len(value), device="meta")
 
 
 def _may_be_rows(values: list[Any]) -> bool:

@@ -246,6 +246,8 @@ class Observation:
     checkpointing: of the passes of a pruning run that `batches` are made of; None: not known.
     other_checkpointing: such a pass of the run's own batch with checkpointing switched on or off.
     options: what these say for the run's options.
+    contents: of the batches of the warm-up, but for its first step, and of the located steps.
+    timed_contents: of those of the timed steps.
     missing: what could not be seen -> why; a kind of finding, too.
     complete: whether all steps of the schedule were seen.
     """
@@ -284,6 +286,7 @@ class Observation:
     checkpointing: bool | None = None
     other_checkpointing: BatchSize | None = None
     options: tuple[RunOption, ...] = ()
+    timed_contents: Contents | None = None
 
     @property
     def compiles(self) -> bool:
@@ -305,7 +308,7 @@ class Observation:
                 **values,
                 **rows,
                 **numbers,
-                "contents": Contents(**values["contents"]) if values["contents"] else None,
+                **{name: Contents(**values[name]) if values.get(name) else None for name in _CONTENTS},
                 "other_checkpointing": BatchSize(**values["other_checkpointing"])
                 if values["other_checkpointing"]
                 else None,
@@ -314,6 +317,7 @@ class Observation:
         )
 
 
+_CONTENTS = ("contents", "timed_contents")
 _ROWS: dict[str, type] = {
     "loaders": LoaderWait,
     "calls": Call,

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradprobe_hf.profiling.observing.batch_contents import added, contents_of
+from gradprobe_hf.profiling.observing.batch_contents import Uncounted, added, contents_of
 from gradprobe_hf.profiling.observing.call_watch import CallWatch, Seen, Trained, summed
 from gradprobe_hf.profiling.observing.compilations import CompilationWatch, compiled_frames
 from gradprobe_hf.profiling.observing.loaders import TrainingLoaders
@@ -92,11 +92,14 @@ class Recorder:
         self._evaluates = False  # between two steps
         self._is_spoiled = False  # an evaluation was made within the step
         self._contents: list[Contents] = []
-        self._ahead: deque[Contents | None] = deque()  # of batches that no pass has taken; None: nobody looked into it
+        self._timed_contents: list[Contents | Uncounted] = []
+        self._ahead: deque[Contents | Uncounted | None] = (
+            deque()
+        )  # of batches that no pass has taken; None: nobody looked into it
         self._there_before = 0  # of these before the step, or the evaluation, began
-        self._step_contents: list[Contents | None] = []
+        self._step_contents: list[Contents | Uncounted | None] = []
         self._takes_passes = False  # whether a training pass was seen in this step
-        self._steps_with_contents = 0
+        self._steps_with_contents = self._timed_with_contents = 0
         self._calls: list[list[Seen]] = []
         self._trace = StepTrace()
         self._compilations = CompilationWatch()
@@ -138,8 +141,10 @@ class Recorder:
         """A batch of this step that no data loader handed out."""
         self._step_contents.append(self._contents_of(batch))
 
-    def _contents_of(self, batch: Any) -> Contents | None:
+    def _contents_of(self, batch: Any) -> Contents | Uncounted | None:
         """None in a phase that looks into none, too."""
+        if self.phase == "timed":
+            return Uncounted(batch, self._has_decoder)
         return contents_of(batch, self._has_decoder) if self.phase in ("warmup", "located") else None
 
     @property
@@ -153,13 +158,14 @@ class Recorder:
             self._close()
             self._seconds = {phase: [] for phase in _ORDER}
             self._waits, self._contents, self._calls = [], [], []
+            self._timed_contents = []
             self._stages.clear()
             self._begins.clear()
             self._memory.clear()
             self._setup_watch.begin_again()
             self._modules = ModuleWatch(lambda: self.clock.in_backward)
             self._trace, self._missing = StepTrace(), {}
-            self._steps_with_contents = self._evaluations = 0
+            self._steps_with_contents = self._timed_with_contents = self._evaluations = 0
             self._open("warmup")
 
     @property
@@ -210,6 +216,7 @@ class Recorder:
             operators=self._trace.found.operators,
             compilations=self._compilations.compiled,
             contents=added(self._contents, self._steps_with_contents, self._loaders.dealt_to),
+            timed_contents=self._counted(),
             device=self._device,
             versions={"torch": torch.__version__, "transformers": transformers.__version__},
             missing={**self._missing, **self._unseen()},
@@ -228,6 +235,13 @@ class Recorder:
             evaluations=self._evaluations,
             training_phase=1 + len(self._earlier),
         )
+
+    def _counted(self) -> Contents | None:
+        """Of the timed steps, behind them."""
+        found = [one for one in map(_counted, self._timed_contents) if one is not None]
+        if len(found) < len(self._timed_contents):  # something else than rows in some
+            return None
+        return added(found, self._timed_with_contents, self._loaders.dealt_to)
 
     def _unseen(self) -> dict[str, str]:
         """Stages that took place, and no time: what calls them is not marked."""
@@ -276,8 +290,11 @@ class Recorder:
         # that looks into none, is not known.
         known = [one for one in self._step_contents if one is not None]
         is_known = len(known) == len(self._step_contents)
-        if is_known and (phase == "located" or (phase == "warmup" and not first)):
-            self._contents += known
+        if is_known and phase == "timed":
+            self._timed_contents += known
+            self._timed_with_contents += bool(known)
+        elif is_known and (phase == "located" or (phase == "warmup" and not first)):
+            self._contents += filter(None, map(_counted, known))
             self._steps_with_contents += 1
 
     def _take(self, batches: int) -> None:
@@ -491,6 +508,10 @@ class Recorder:
 
     def _weights(self) -> list[Tensor]:
         return [one for model in self._models for one in (*model.parameters(), *model.buffers())]
+
+
+def _counted(found: Contents | Uncounted) -> Contents | None:
+    return found.count() if isinstance(found, Uncounted) else found
 
 
 def _share(seconds: float, steps: list[float]) -> float:
