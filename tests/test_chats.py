@@ -125,6 +125,22 @@ def test_arguments_of_a_call_that_are_json_are_not_encoded_again():
     assert '"arguments": "3, 3"' in shown["3, 3"]
 
 
+@pytest.mark.parametrize("writes", ["{{ f.arguments }}", "{{ '<sep>' + f.arguments }}"])
+def test_arguments_of_a_call_are_json_to_a_template_that_takes_them_for_text(writes):
+    """It wrote {'city': 'Paris', 'now': True}, or failed, where transformers writes what the file holds."""
+    calls = "{% for call in m.tool_calls %}{% set f = call.function %}{{ f.name }}" + writes + "{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.tool_calls %}" + calls + "{% endif %} {% endfor %}"
+    )
+    tokenizer, arguments = chatting(template), '{"city": "Paris", "now": true}'
+    for given in (arguments, json.loads(arguments)):
+        call = {"type": "function", "function": {"name": "weather", "arguments": given}}
+        said = [CHAT[0], CALLING[1] | {"tool_calls": [call]}]
+        options = {"samples": 1, "length": 250, "packing": False, "model": LONG, "tokenizer": tokenizer}
+        found = load([{"messages": said}], **options)
+        assert arguments in tokenizer.decode(found.items[0]["input_ids"][0])
+
+
 def test_what_an_assistant_says_first_counts_for_nothing():
     """No prompt is before it: ShareGPT's sets have such chats."""
     chat = [{"role": "assistant", "content": "Hello."}, *CHAT]

@@ -21,7 +21,7 @@ from gradprobe_hf.tasks.columns import LabelNames
 from gradprobe_hf.tasks.conversation import Chat
 from gradprobe_hf.tasks.table import task_of_class
 from tests import cases, labelled
-from tests.chats import CHAT, CHATML, chatting
+from tests.chats import CHAT, CHATML, LONG, chatting
 from tests.test_calibration import load
 
 # As LLaVA's: of a text it renders nothing.
@@ -226,6 +226,22 @@ def test_a_stream_that_forgot_its_classes_says_so(caplog):
         caplog.clear()
         prune_pretrained(model, config, calibration=stream, **given)
         assert ("the stream does not tell what its classes are called" in caplog.text) == told
+
+
+@pytest.mark.parametrize("prompt", ["What is it?", [{"role": "user", "content": "What is it?"}]], ids=type)
+def test_a_chosen_answer_comes_with_what_it_answers(prompt):
+    answer, other = ([{"role": "assistant", "content": text}] for text in ("A good answer.", "A bad one."))
+    rows = [{"prompt": prompt, "chosen": answer, "rejected": other}] * 2
+    how = {"samples": 1, "length": 100, "packing": False, "model": LONG, "tokenizer": chatting(CHATML)}
+    found = load(rows, text_column="chosen", **how)
+    whole = [{"messages": [{"role": "user", "content": "What is it?"}, *answer]}] * 2
+    assert found.fingerprint == load(whole, **how).fingerprint
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path):
+    (tmp_path / "old.jsonl").write_bytes('{"text": "caf\u00e9 au lait"}\n'.encode("latin-1") * 4)
+    with pytest.raises(ValueError, match=r"old\.jsonl cannot be read as .*Save it as UTF-8"):
+        load(str(tmp_path / "old.jsonl"))
 
 
 @pytest.mark.parametrize("source", [iter(["a"]), {"rows": []}], ids=["iterator", "dict"])

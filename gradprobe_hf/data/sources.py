@@ -129,6 +129,7 @@ def at_rate(opened: Source, rate: int) -> Source:
     return opened if rows is opened.rows else replace(opened, rows=rows)
 
 
+_AT_ONCE = 2**20  # characters, of a file that is looked through
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")  # files in a folder, which are not read there
 
 
@@ -324,6 +325,8 @@ def _local(path: Path, part: str, seed: int) -> Source:
             return Source(_pieces(path, files, seed), path.name, is_plain=True, split=split)
         # A whole file is one, so its line breaks reach the tokenizer; the mark of its encoding does not.
         options = {"sample_by": "document", "encoding": "utf-8-sig"}
+    if kind == "json" and not streaming:
+        _check_encoding(path, files)
     rows = _loaded(path, kind, [str(file) for file in files], streaming, options)
     if kind == "csv":
         _check_separator(path, rows.column_names or [], options.get("sep", ","))
@@ -335,6 +338,17 @@ def _local(path: Path, part: str, seed: int) -> Source:
     if kind == "csv":
         _warn_of_texts_as_names(path, rows.column_names or [])
     return seeded(rows, seed, path.name, is_plain=kind == "text", split=split)
+
+
+def _check_encoding(path: Path, files: Sequence[Path]) -> None:
+    """Raise ValueError for JSON that is no UTF-8: its texts would be read until one of them is looked at."""
+    for file in files:
+        try:
+            with file.open(encoding="utf-8") as opened:
+                while opened.read(_AT_ONCE):
+                    pass
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} cannot be read as json: {error}. Save it as UTF-8.") from error
 
 
 def _check_separator(path: Path, names: list[str], separator: str) -> None:

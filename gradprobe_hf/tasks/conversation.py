@@ -167,6 +167,28 @@ def _with_plain_argument(call: Any) -> Any:
     return call
 
 
+def arguments_of(message: Message) -> list[dict[str, Any]]:
+    """Those of its calls that are dicts, and not empty."""
+    calls = message.get("tool_calls") or ()
+    functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
+    found = [one.get("arguments") for one in functions if isinstance(one, Mapping)]
+    return [one for one in found if isinstance(one, dict) and one]
+
+
+def with_written_arguments(message: Message) -> Message:
+    """The arguments of its calls as JSON."""
+    if not arguments_of(message):
+        return message
+    return {**message, "tool_calls": [_with_written_argument(call) for call in message["tool_calls"]]}
+
+
+def _with_written_argument(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), dict):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
+
+
 def _functions(row: Row) -> list[dict[str, Any]]:
     """As tools; none of a column of that name that holds something else."""
     found = without_nulls(from_json(row.get(FUNCTIONS)))

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradprobe_hf.tasks.conversation import Chat, Message, is_learnt, on_one_day
+from gradprobe_hf.tasks.conversation import Chat, Message, arguments_of, is_learnt, on_one_day, with_written_arguments
 
 ASSISTANT = "assistant"
 _MEDIA = ("image", "video", "audio")  # in the names of parts
@@ -78,7 +78,7 @@ class ChatTemplate:
             ValueError: the template refuses the messages, or does not tell what the assistant says.
         """
         _check_text_alone(chat)
-        chat = self._with_plain_contents(chat)
+        chat = self._with_plain_contents(self._with_arguments_read(chat))
         text = self._text(chat)
         if not _is_said(chat, text):
             chat = self._with_contents_read(chat, text)
@@ -129,6 +129,23 @@ class ChatTemplate:
         if rendered is not None and len(_PART.findall(rendered)) <= len(_PART.findall(said)):
             return chat
         return replace(chat, messages=[_joined(message) for message in chat.messages])
+
+    def _with_arguments_read(self, chat: Chat) -> Chat:
+        """The arguments of calls as JSON, where a template takes them for text: it writes Python's form of a dict, or
+        fails at it."""
+        given = [arguments for message in chat.messages for arguments in arguments_of(message)]
+        if not given:
+            return chat
+        written = replace(chat, messages=[with_written_arguments(message) for message in chat.messages])
+        try:
+            text = self._text(chat)
+        except ValueError:
+            try:
+                self._text(written)
+            except ValueError:
+                return chat  # what it cannot render is something else
+            return written
+        return written if any(repr(arguments) in text for arguments in given) else chat
 
     def _with_contents_read(self, chat: Chat, text: str) -> Chat:
         """The contents as parts, where a template reads nothing else and renders texts as nothing (LLaVA, SmolVLM).

@@ -201,7 +201,10 @@ def _one_column(row: Row, column: str) -> Document:
     if isinstance(value, str):
         return value
     if _is_list_of(Mapping, value):
-        return Chat.of_row(messages_of(value, column), row)
+        turns = messages_of(value, column)
+        if column != PROMPT and turns[0]["role"] == "assistant":  # an answer of preference data: what it answers first
+            turns = [*_turns(row.get(PROMPT), PROMPT, "user"), *turns]
+        return Chat.of_row(turns, row)
     remedy = f" Leave such rows out: dataset.filter(lambda row: row[{column!r}])." if value is None else ""
     raise ValueError(
         f"the column {column!r} must hold a text, or a list of messages, and holds {shown(value)}.{remedy}"
@@ -212,11 +215,14 @@ def _prompt_and_completion(row: Row) -> Document:
     """A chat: a prompt of text is the user's message, a completion of text the assistant's."""
     turns: list[Message] = []
     for column, role in ((PROMPT, "user"), (COMPLETION, "assistant")):
-        value = row[column]
-        if isinstance(value, str):
-            turns.append({"role": role, "content": value})
-        elif isinstance(value, list):
-            turns += messages_of(value, column)
-        else:
+        if not isinstance(value := row[column], (str, list)):
             raise ValueError(f"the column {column!r} must hold a text, or a list of messages, holds {shown(value)}.")
+        turns += _turns(value, column, role)
     return Chat.of_row(turns, row)
+
+
+def _turns(value: Any, column: str, role: str) -> list[Message]:
+    """A text as what somebody says, or messages; none of anything else."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return messages_of(value, column) if isinstance(value, list) else []
