@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -384,6 +385,13 @@ def _check_one_label(opened: Source, reader: RowReader, labels: Sequence[Any]) -
     published with -1 in their place."""
     if not reader.is_regression:
         reader.label_names.check_numbers(labels, opened.name)
+        is_named = not reader.label_names.has_numbers and any(isinstance(label, Integral) for label in labels)
+        if is_named and getattr(opened.rows, "features", {}) is None:
+            logger.warning(
+                "%s does not tell what its classes are called, as of a stream that was mapped: their numbers are taken "
+                "for the model's own",
+                opened.name,
+            )
     if len(labels) >= FEWEST_OF_ONE_LABEL and reader.is_regression and len(set(map(str, labels))) == 1:
         raise ValueError(
             f"{opened.name}: all {len(labels)} rows have the label {labels[0]}, where a measure is to be predicted: "

@@ -109,12 +109,6 @@ def class_names(rows: Any, column: str | None) -> tuple[str, ...]:
     """What a data set calls the classes of a column (`datasets.ClassLabel`), of rows or of words; none of any other."""
     feature = (getattr(rows, "features", None) or {}).get(column)
     feature = getattr(feature, "feature", feature)
-    if column is not None and getattr(rows, "features", {}) is None:
-        logger.warning(
-            "the stream does not tell what its classes are called, as of one that was mapped: the numbers in %r are "
-            "taken for the model's own",
-            column,
-        )
     return tuple(getattr(feature, "names", None) or ())
 
 

@@ -280,6 +280,11 @@ class LabelNames:
             "(a Value('int64'))."
         )
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the model calls its labels by numbers alone: LABEL_0, LABEL_1."""
+        return _are_numbers(self.ids)
+
     @cached_property
     def renumbered(self) -> bool:
         """Whether numbers go through names: the data set numbers the same labels in its own order."""
