@@ -172,7 +172,8 @@ def test_what_rounding_takes_of_a_recovery_is_told(trained_as, options):
     assert found.held_out_as_left == pytest.approx(wanted.item(), rel=1e-5 if dtype == torch.float32 else 2e-3)
     # Steps of a ten-thousandth are lost in eight bits, and so is what they gained.
     is_lost = dtype == torch.bfloat16 and rate == 1e-4
-    assert (found.held_out_as_left > found.held_out[found.best_step] + 1e-4) == is_lost
+    best = found.held_out[found.best_step]
+    assert (found.held_out_as_left - best > 0.1 * (found.held_out[0] - best)) == is_lost
     assert ("With dtype=float32 (--dtype float32) less is lost by rounding" in " ".join(found.warnings)) == is_lost
 
 

@@ -18,6 +18,7 @@ def unpadded(mask: Any, tokens: Tensor) -> Tensor | None:
     Args:
         tokens: `[rows, tokens]`, or values of them.
 
+    >>> import torch
     >>> unpadded(torch.tensor([[1, 1, 0]]), torch.tensor([[5, 6, 0]]))
     tensor([[ True,  True, False]])
     >>> unpadded(torch.tensor([[[[True, False, False], [True, True, False], [True, True, False]]]]), torch.ones(1, 3))
