@@ -141,6 +141,25 @@ def test_arguments_of_a_call_are_json_to_a_template_that_takes_them_for_text(wri
         assert arguments in tokenizer.decode(found.items[0]["input_ids"][0])
 
 
+@pytest.mark.parametrize(
+    "writes",
+    [
+        "{{ f.arguments | tojson }}",
+        "{{ f }}",
+        "{% for key, value in f.arguments.items() %}{{ key }} is {{ value }}{% endfor %}",
+    ],
+)
+def test_arguments_that_a_message_quotes_stay_what_they_are(writes):
+    """A result that repeats them says nothing of what the template does with a dict."""
+    calls = "{% for call in m.tool_calls %}{% set f = call.function %}" + writes + "{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}" + calls + "{% endif %} {% endfor %}"
+    tokenizer, arguments = chatting(template), {"city": "Paris"}
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    chat = [CHAT[0], CALLING[1] | {"tool_calls": [call]}, {"role": "tool", "content": f"of {arguments}: 20 degrees"}]
+    found = ChatTemplate.of(tokenizer, "chats").render(Chat(chat), assistant_only=False)
+    assert found.text == tokenizer.apply_chat_template(chat, tokenize=False)
+
+
 def test_what_an_assistant_says_first_counts_for_nothing():
     """No prompt is before it: ShareGPT's sets have such chats."""
     chat = [{"role": "assistant", "content": "Hello."}, *CHAT]

@@ -112,7 +112,6 @@ def test_json_is_the_whole_of_standard_output(checkpoint, tmp_path, gradprobe):
     assert len(json.loads(seen)["matrices"]) == 21
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["estimate", "inspect", "bench"])
 def test_of_several_processes_the_first_prints(verb, checkpoint, gradprobe, monkeypatch):
     """Those that a launcher has started share no work of these, and each would print an object of its own."""
@@ -126,6 +125,7 @@ def test_of_several_processes_the_first_prints(verb, checkpoint, gradprobe, monk
         assert json.loads(out)
 
 
+@pytest.mark.slow
 def test_quiet_is_silent_in_a_process_of_its_own(checkpoint, tmp_path):
     """Whatever a library writes past Python's streams would be seen here."""
     command = [*GRADPROBE, "prune", checkpoint, "--output", tmp_path / "out", "--quiet", "--json", *SMALL]

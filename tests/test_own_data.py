@@ -10,9 +10,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
+from transformers import BartConfig, BartForCausalLM
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.data.batches import from_iterable, share_in_sketch, shared_passages, sketch, token_count
+from gradprobe_hf.data.batch_checks import check_batches
+from gradprobe_hf.data.batches import SHARED, from_iterable, share_in_sketch, shared_passages, sketch, token_count
 from gradprobe_hf.data.labelled import TaskOptions
 from gradprobe_hf.data.text.chat import ChatTemplate
 from gradprobe_hf.data.windows import WindowSpec, load_batches
@@ -119,9 +121,13 @@ def test_chats_of_one_prompt_share_no_text():
 
     one, other = chats(1), chats(2)
     single = from_iterable([{"input_ids": one.items[0]["input_ids"][:1]}], "a chat")
-    assert shared_passages(one, other) == shared_passages(single, other) == 0
-    assert share_in_sketch(sketch(single), other) == 0
+    assert shared_passages(one, other) < SHARED, "a prompt and one more token may be the same"
+    assert shared_passages(single, other) < SHARED
+    assert share_in_sketch(sketch(single), other) < SHARED
     assert shared_passages(one, one) > 0.1
+    alone = from_iterable([{"input_ids": rows} for rows in torch.randint(256, (4, 1, 64))], "texts")
+    twice = from_iterable([*alone.items, *alone.items], "the same again")
+    assert shared_passages(alone, twice) == share_in_sketch(sketch(alone), twice) == 1, "which hides nothing"
 
 
 def test_a_loader_that_fills_one_tensor_again_and_again_is_read_as_it_goes():
@@ -179,12 +185,24 @@ def test_what_counts_is_what_the_model_reads(beside, said):
         cases.prune(cases.build("llama"), [batch])
 
 
+def test_a_decoder_that_compares_labels_as_they_are_is_given_those_of_the_next_tokens():
+    sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
+    torch.manual_seed(0)
+    model = BartForCausalLM(BartConfig(vocab_size=64, is_decoder=True, is_encoder_decoder=False, **sizes)).eval()
+    ids = torch.randint(3, 60, (1, 8))
+    batch = {"input_ids": ids, "labels": torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)}
+    check_batches(model, from_iterable([batch], "own"), "calibration", needs_loss=True)
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    torch.testing.assert_close(model(**batch).loss, torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()))
+
+
 def test_masks_that_labels_follow_may_be_beside_them():
     """As TRL's collators leave them there; and a text that says one word only is no shifted one."""
     labels = torch.tensor([[-100, -100, 3, 4]])
     batch = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "labels": labels, "completion_mask": (labels > 0).long()}
     same = torch.ones(1, 4).long()
-    for one in (batch, {"input_ids": same, "labels": same}):
+    other = {"input_ids": same, "labels": same, "loss_mask": None, "target": ["a", "b"]}
+    for one in (batch, {"input_ids": same, "labels": same}, other):
         assert cases.prune(cases.build("llama"), [one] * 2, sparsity=0.5).report.sparsity == 0.5
 
 
@@ -206,6 +224,8 @@ def test_compressed_files_of_a_folder_are_not_left_out(tmp_path):
         file.write(json.dumps({"text": "of the training " * 40}))
     with pytest.raises(ValueError, match=r"holds train\.jsonl\.gz, which is compressed and would be left out"):
         load(str(tmp_path))
+    (tmp_path / "train.jsonl").write_text(json.dumps({"text": "of the training " * 40}))  # as `gunzip -k` does
+    assert load(str(tmp_path), samples=2).samples == 2
 
 
 def test_columns_of_a_formatted_stream_are_plain(text_file):
@@ -226,6 +246,13 @@ def test_a_stream_that_forgot_its_classes_says_so(caplog):
         caplog.clear()
         prune_pretrained(model, config, calibration=stream, **given)
         assert ("does not tell what its classes are called, as of a stream that was mapped" in caplog.text) == told
+
+
+def test_a_column_beside_a_chat_is_no_turn_of_it():
+    chat = [{"role": "assistant", "content": "Ahoy!"}, {"role": "user", "content": "Who are you?"}, CHAT[-1]]
+    how = {"samples": 1, "length": 100, "packing": False, "model": LONG, "tokenizer": chatting(CHATML)}
+    beside = load([{"prompt": "A pirate captain.", "messages": chat}] * 2, **how)
+    assert beside.fingerprint == load([{"messages": chat}] * 2, **how).fingerprint
 
 
 @pytest.mark.parametrize("prompt", ["What is it?", [{"role": "user", "content": "What is it?"}]], ids=type)

@@ -190,6 +190,10 @@ def test_heads_that_stand_in_a_list_are_no_blocks():
     ("kind", "cls", "sizes", "blocks", "heads"),
     [
         ("yolos", "YolosForObjectDetection", {}, {"vit.encoder.layer"}, {"class_labels_classifier", "bbox_predictor"}),
+        (
+            *("sam", "SamModel", {}, {"vision_encoder.layers", "mask_decoder.transformer.layers"}),
+            {"mask_decoder.output_hypernetworks_mlps", "mask_decoder.iou_prediction_head"},
+        ),
         ("segformer", "SegformerForSemanticSegmentation", {}, {"segformer.stages"}, {"decode_head"}),
         (
             *("rt_detr", "RTDetrForObjectDetection", {"backbone_config": {"model_type": "rt_detr_resnet"}}),

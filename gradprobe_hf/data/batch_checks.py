@@ -23,6 +23,7 @@ from gradprobe_hf.model.families import (
     place_argument,
     sample_batch,
     sees_ahead,
+    shifts_by_itself,
 )
 from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.table import task_of_class
@@ -136,14 +137,17 @@ def _is_in_labels(name: str, values: Any, labels: Any) -> bool:
         return False
     if name in _LABELS_ELSEWHERE or name == "prompt_mask":
         return True
-    values, labels = torch.as_tensor(values), torch.as_tensor(labels)
+    try:
+        values, labels = torch.as_tensor(values), torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError):  # something else by that name
+        return True
     return values.shape != labels.shape or bool((labels[values == 0] == IGNORED).all())
 
 
 def _check_unshifted(model: PreTrainedModel, batch: Mapping[str, Any], part: str) -> None:
     """Raise ValueError for labels that are the ids of the next tokens: a causal model shifts them by itself."""
     ids, labels = batch.get("input_ids"), batch.get("labels")
-    if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and is_causal(model)):
+    if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and shifts_by_itself(model)):
         return
     if ids.ndim != 2 or labels.shape != ids.shape or ids.shape[1] < 2:
         return

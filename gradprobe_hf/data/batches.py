@@ -230,18 +230,16 @@ def _text_of(batch: Mapping[str, Any]) -> Any:
 def shared_passages(a: Batches, b: Batches) -> float:
     """The share of the runs of `PASSAGE` tokens in b that stand in a, too, wherever the windows of both are cut.
 
-    What stands in either more than once, a system prompt say, is nobody's text and does not count.
+    What stands in a more than once, or in b more than twice, a system prompt say, is nobody's text and does not count.
     """
-    whole = _passages(b)
-    found = torch.isin(_once(whole), _once(_passages(a)))
-    return float(found.sum()) / len(whole) if len(whole) else 0.0
+    return _share_of(_passages(b), _seldom(_passages(a)))
 
 
 def sketch(batches: Batches) -> list[int]:
     """Numbers by which what was read is known again, in whatever windows, beside whatever else: the smallest of those
     of its passages, which are a random sample of them (the bottom-k sketch of Cohen and Kaplan 2007).
     """
-    kept: list[int] = _once(_numbers(batches))[:SKETCH].tolist()
+    kept: list[int] = _seldom(_numbers(batches))[:SKETCH].tolist()
     return kept
 
 
@@ -250,14 +248,19 @@ def share_in_sketch(known: Sequence[int], batches: Batches) -> float:
     numbers = _numbers(batches)
     if len(known) == SKETCH:  # what lies above was not kept
         numbers = numbers[numbers <= known[-1]]
-    found = torch.isin(_once(numbers), torch.tensor(known))
-    return float(found.sum()) / len(numbers) if len(numbers) and known else 0.0
+    return _share_of(numbers, torch.tensor(known)) if known else 0.0
 
 
-def _once(numbers: Tensor) -> Tensor:
-    """Those that are there once, sorted."""
+def _share_of(numbers: Tensor, known: Tensor) -> float:
+    """Which share of them is known, without those that are there again and again: a text may be there twice."""
+    counted = torch.isin(numbers, _seldom(numbers, most=2)) & torch.isin(numbers, known)
+    return float(counted.double().mean()) if len(numbers) else 0.0
+
+
+def _seldom(numbers: Tensor, most: int = 1) -> Tensor:
+    """Those that are there so often at most, sorted."""
     values, counts = numbers.unique(return_counts=True)
-    return values[counts == 1]
+    return values[counts <= most]
 
 
 def _numbers(batches: Batches) -> Tensor:

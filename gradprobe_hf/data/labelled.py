@@ -226,6 +226,8 @@ class Labels:
         if label and spec.task.compares == "texts":
             _check_texts([str(value_of(row, label)) for row in rows], items, reader, f"{opened.name}, {label}")
         if label:
+            if not reader.is_regression:
+                reader.label_names.check_numbers([value_of(row, label) for row in rows], opened.name)
             _check_one_label(opened, reader, [value_of(row, label) for row in rows])
             _warn_of_one_label(opened, spec.task, [value_of(row, label) for row in rows])
         if spec.task.inputs == (TEXT,) and len(inputs) == 1 and not (spec.text.text_column or spec.text.text_template):
@@ -381,10 +383,8 @@ def _taken(opened: Source, spec: RowSpec) -> tuple[list[Row], str]:
 
 
 def _check_one_label(opened: Source, reader: RowReader, labels: Sequence[Any]) -> None:
-    """Raise ValueError for numbers that may be names, and for measures that are all the same: splits for tests are
-    published with -1 in their place."""
+    """Raise ValueError for measures that are all the same: splits for tests are published with -1 in their place."""
     if not reader.is_regression:
-        reader.label_names.check_numbers(labels, opened.name)
         is_named = not reader.label_names.has_numbers and any(isinstance(label, Integral) for label in labels)
         if is_named and getattr(opened.rows, "features", {}) is None:
             logger.warning(

@@ -362,7 +362,13 @@ def _files(folder: Path) -> list[Path]:
     inside = [
         path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.relative_to(folder).parts)
     ]
-    packed = [path for path in inside if path.suffix.lower() in _PACKED and Path(path.stem).suffix.lower() in FORMATS]
+    packed = [
+        path
+        for path in inside
+        if path.suffix.lower() in _PACKED
+        and Path(path.stem).suffix.lower() in FORMATS
+        and path.with_suffix("") not in inside  # nor unpacked beside it
+    ]
     if packed:
         raise ValueError(
             f"{folder} holds {min(packed).name}, which is compressed and would be left out: unpack such files, or name "

@@ -322,8 +322,8 @@ def _tokenised(opened: Source, windows: WindowSpec) -> Drawn:
 
 def _warn_of_runs(rows: Sequence[dict[str, torch.Tensor]], name: str) -> None:
     """Rows that end, or begin, with one token again and again, as padded ones do, which no mask tells from text."""
-    edges = (ids for row in rows for ids in (row["input_ids"][-_RUN:], row["input_ids"][:_RUN]))
-    runs = Counter(int(ids[0]) for ids in edges if len(ids) == _RUN and bool((ids == ids[0]).all()))
+    edges = ((row["input_ids"][-_RUN:], row["input_ids"][:_RUN]) for row in rows if len(row["input_ids"]) > _RUN)
+    runs = Counter(token for both in edges for token in {int(ids[0]) for ids in both if bool((ids == ids[0]).all())})
     token, count = max(runs.items(), key=lambda one: one[1], default=(0, 0))
     if 2 * count > len(rows):
         logger.warning(

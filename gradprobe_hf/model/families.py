@@ -97,7 +97,7 @@ _CHOOSING = ("router", "modality_router", "shared_expert_gate", "altup")
 # Parts of the names of heads that are stacks of layers themselves: of detectors, of segmentation. Heads that are whole
 # networks (`flow_head`, `diffusion_head` of speech) are none of them.
 _HEADS = re.compile(
-    r"(.*_)?((bbox|class)_embed|bbox_predictor|classifier|lm_heads?"
+    r"(.*_)?((bbox|class)_embed|bbox_predictor|classifier|lm_heads?|mask_embedder|output_hypernetworks_mlps"
     r"|(auxiliary|bbox|decode|order|points?|pos|prediction|query|score)_head)|head"
 )
 _WITH_MEDIA = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(), *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()}
@@ -145,6 +145,18 @@ def shifts_labels(model: PreTrainedModel) -> bool:
     # Vision-language models are decoder-only and called ForConditionalGeneration, like encoder-decoders, whose labels
     # are aligned already.
     return objective(model) in (CAUSAL, "ForConditionalGeneration") and not model.config.is_encoder_decoder
+
+
+def shifts_by_itself(model: PreTrainedModel) -> bool:
+    """Whether it is known that the class shifts labels: by the loss that transformers has for causal models.
+
+    Decoders of encoder-decoders (BartForCausalLM), XLNet and others compare labels as they are.
+    """
+    try:
+        code = inspect.getsource(inspect.unwrap(type(model).forward))
+    except (OSError, TypeError):
+        return False
+    return is_causal(model) and "self.loss_function(" in code
 
 
 def names_causal_class(architecture: str) -> bool:

@@ -167,7 +167,9 @@ def recover_pretrained(
     report = student.report or report_without_pruning(student.model, dense.model, student.processing_class)
     with (
         upcast_products(dense.model, student.model),
-        workplace(None if resume_dir is None else Path(resume_dir), processes, stopwatch, progress) as place,
+        workplace(
+            None if resume_dir is None else Path(resume_dir), processes, stopwatch, progress, keeps=True
+        ) as place,
     ):
         with stopwatch("read data"):
             with processes.telling():

@@ -177,7 +177,7 @@ class Report:
     def is_calibrated_by_default(self) -> bool:
         """Whether nobody has said what to calibrate on, or has asked for what would have been taken."""
         source = str((self.calibration or {}).get("source", ""))
-        return any(name in source for name in (OWN_TEXT, PYDOC))
+        return source.startswith((OWN_TEXT, f"{PYDOC} ("))
 
     @property
     def made_of(self) -> Original:

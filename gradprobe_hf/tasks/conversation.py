@@ -186,7 +186,12 @@ def _with_written_argument(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), dict):
         return call
-    return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
+    return {**call, "function": {**function, "arguments": as_written(arguments)}}
+
+
+def as_written(arguments: dict[str, Any]) -> str:
+    """Arguments of a call as OpenAI's API writes them."""
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _functions(row: Row) -> list[dict[str, Any]]:

@@ -10,10 +10,24 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradprobe_hf.tasks.conversation import Chat, Message, arguments_of, is_learnt, on_one_day, with_written_arguments
+from gradprobe_hf.tasks.conversation import (
+    Chat,
+    Message,
+    arguments_of,
+    as_written,
+    is_learnt,
+    on_one_day,
+    with_written_arguments,
+)
 
 ASSISTANT = "assistant"
-_MEDIA = ("image", "video", "audio")  # in the names of parts
+# What parts of a content are called that no text is: those of transformers, and of OpenAI.
+_MEDIA = {
+    f"{before}{medium}{after}"
+    for medium in ("image", "video", "audio")
+    for before in ("", "input_")
+    for after in ("", "_url")
+}
 _ANOTHER = "another-answer-9f2c"  # what no template writes by itself
 _PART = re.compile(r"""["']type["']\s*:\s*["'](text|image|audio|video)""")  # of a content, written as data
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -132,20 +146,25 @@ class ChatTemplate:
 
     def _with_arguments_read(self, chat: Chat) -> Chat:
         """The arguments of calls as JSON, where a template takes them for text: it writes Python's form of a dict, or
-        fails at it."""
+        fails at it, and writes JSON as it is."""
         given = [arguments for message in chat.messages for arguments in arguments_of(message)]
         if not given:
             return chat
-        written = replace(chat, messages=[with_written_arguments(message) for message in chat.messages])
+        # Without what else is said, which may quote them.
+        bare = replace(chat, messages=[{**message, "content": ""} for message in chat.messages])
+        as_dicts = self._text_or_none(bare)
+        if as_dicts is not None and not any(repr(arguments) in as_dicts for arguments in given):
+            return chat
+        written = [with_written_arguments(message) for message in chat.messages]
+        as_json = self._text_or_none(replace(bare, messages=[{**message, "content": ""} for message in written]))
+        takes_text = as_json is not None and any(_stands_bare(as_written(arguments), as_json) for arguments in given)
+        return replace(chat, messages=written) if takes_text else chat
+
+    def _text_or_none(self, chat: Chat) -> str | None:
         try:
-            text = self._text(chat)
+            return self._text(chat)
         except ValueError:
-            try:
-                self._text(written)
-            except ValueError:
-                return chat  # what it cannot render is something else
-            return written
-        return written if any(repr(arguments) in text for arguments in given) else chat
+            return None
 
     def _with_contents_read(self, chat: Chat, text: str) -> Chat:
         """The contents as parts, where a template reads nothing else and renders texts as nothing (LLaVA, SmolVLM).
@@ -217,12 +236,18 @@ def _check_text_alone(chat: Chat) -> None:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
             kind = str(part.get("type")) if isinstance(part, Mapping) else ""
-            if any(medium in kind for medium in _MEDIA):
+            if kind in _MEDIA:
                 raise ValueError(
                     f"a message holds a part of type {kind!r}, and chats in a column of messages are read as text: "
                     "give images in a column 'images' beside the messages, leave such chats out, or give batches as "
                     "the processor makes them."
                 )
+
+
+def _stands_bare(written: str, text: str) -> bool:
+    """Whether JSON stands in a text as it is, and in no quotes."""
+    at = text.find(written)
+    return at >= 0 and text[max(0, at - 1) : at] not in ('"', "'")
 
 
 def _says(message: Message) -> bool:

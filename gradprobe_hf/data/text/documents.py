@@ -16,6 +16,7 @@ from gradprobe_hf.tasks.conversation import CHAT_COLUMNS, Chat, Message, Row, fr
 Document: TypeAlias = "str | Chat"
 
 PROMPT, COMPLETION = "prompt", "completion"
+_PREFERRED = ("chosen", "rejected")  # two answers to one prompt
 _TEXTS = ("string", "large_string")  # the types of columns
 _KINDS = {str: "a text", Chat: "a chat"}
 
@@ -202,7 +203,7 @@ def _one_column(row: Row, column: str) -> Document:
         return value
     if _is_list_of(Mapping, value):
         turns = messages_of(value, column)
-        if column != PROMPT and turns[0]["role"] == "assistant":  # an answer of preference data: what it answers first
+        if column in _PREFERRED and turns[0]["role"] == "assistant":  # what it answers first
             turns = [*_turns(row.get(PROMPT), PROMPT, "user"), *turns]
         return Chat.of_row(turns, row)
     remedy = f" Leave such rows out: dataset.filter(lambda row: row[{column!r}])." if value is None else ""

@@ -62,7 +62,7 @@ def in_proportion(parts: Mapping[str, Drawn], counts: Mapping[str, int]) -> dict
         counts: rows of each that were asked for.
     """
     held = held_share(parts, counts)
-    if held < 1:
+    if held < 0.99:
         least = min(parts, key=lambda name: len(parts[name].rows) / counts[name])
         logger.warning(
             "%s holds %d of the %d rows that its weight asks for: all of the mixture is cut to %.0f%%, and read more "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,52 +19,52 @@ def contents_of(batch: Any, has_decoder: bool = False) -> Contents | None:
     Args:
         has_decoder: whether its labels are what a decoder of its own reads, padded by the index that no loss counts.
     """
-    # Counted while other code is watched for the same calls.
-    with torch._C.DisableTorchFunction():
-        if isinstance(batch, Mapping):
-            values = list(batch.values())
-        else:  # an iterator is its user's to draw from, and of anything else it is not known what that would do
-            values = [batch] if isinstance(batch, Tensor) else list(batch) if isinstance(batch, (list, tuple)) else []
-        first = next((one for one in values if isinstance(one, Tensor) and one.ndim), None)
-        if first is None or (not isinstance(batch, Mapping) and _may_be_rows(values)):
-            return None
-        named = batch if isinstance(batch, Mapping) else {}
-        ids, mask = named.get("input_ids"), named.get("attention_mask")
-        tokens = ids.numel() if isinstance(ids, Tensor) else None
-        # A mask of another shape says which token sees which.
-        padding = None
-        if isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.shape == ids.shape:
-            padding = int(mask.eq(0).sum())
-        written = named.get("labels") if has_decoder else None
-        if isinstance(written, Tensor) and written.ndim == 2 and tokens is not None:
-            tokens += written.numel()
-            padding = None if padding is None else padding + int(written.eq(IGNORED).sum())
-        return Contents(1, len(first), tokens, padding)
+    found = Uncounted.of(batch, has_decoder)
+    return None if found is None else found.count()
 
 
+@dataclass(frozen=True)
 class Uncounted:
-    """What a batch holds, to be counted later: to count padding is to wait for the device, which no timed step does.
+    """What a batch holds, with padding that is counted on its device and not read yet: no timed step waits for that.
 
-    Of a batch as `contents_of` takes it. Its ids, mask and labels are kept until then, and nothing else of it.
+    Attributes:
+        padding: its parts, numbers in tensors without dimensions; None: not known.
     """
 
-    def __init__(self, batch: Any, has_decoder: bool) -> None:
-        self._has_decoder = has_decoder
+    samples: int
+    tokens: int | None
+    padding: tuple[Tensor, ...] | None
+
+    @classmethod
+    def of(cls, batch: Any, has_decoder: bool = False) -> Uncounted | None:
+        """As `contents_of`."""
+        # Counted while other code is watched for the same calls.
         with torch._C.DisableTorchFunction():
-            self._kept = dict(_parts(batch)) if isinstance(batch, Mapping) else batch
+            if isinstance(batch, Mapping):
+                values = list(batch.values())
+            else:  # an iterator is its user's to draw from, and of anything else it is not known what that would do
+                values = (
+                    [batch] if isinstance(batch, Tensor) else list(batch) if isinstance(batch, (list, tuple)) else []
+                )
+            first = next((one for one in values if isinstance(one, Tensor) and one.ndim), None)
+            if first is None or (not isinstance(batch, Mapping) and _may_be_rows(values)):
+                return None
+            named = batch if isinstance(batch, Mapping) else {}
+            ids, mask = named.get("input_ids"), named.get("attention_mask")
+            tokens = ids.numel() if isinstance(ids, Tensor) else None
+            # A mask of another shape says which token sees which.
+            padding: tuple[Tensor, ...] | None = None
+            if isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.shape == ids.shape:
+                padding = (mask.eq(0).sum(),)
+            written = named.get("labels") if has_decoder else None
+            if isinstance(written, Tensor) and written.ndim == 2 and tokens is not None:
+                tokens += written.numel()
+                padding = None if padding is None else (*padding, written.eq(IGNORED).sum())
+            return cls(len(first), tokens, padding)
 
-    def count(self) -> Contents | None:
-        return contents_of(self._kept, self._has_decoder)
-
-
-def _parts(batch: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What is counted, and in place of the first tensor one that has its rows alone."""
-    first = next((name for name, value in batch.items() if isinstance(value, Tensor) and value.ndim), None)
-    for name, value in batch.items():
-        if name in ("input_ids", "attention_mask", "labels"):
-            yield name, value
-        elif name == first:
-            yield name, torch.empty(len(value), device="meta")
+    def count(self) -> Contents:
+        with torch._C.DisableTorchFunction():
+            return Contents(1, self.samples, self.tokens, None if self.padding is None else sum(map(int, self.padding)))
 
 
 def _may_be_rows(values: list[Any]) -> bool:

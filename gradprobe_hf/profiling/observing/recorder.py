@@ -144,7 +144,7 @@ class Recorder:
     def _contents_of(self, batch: Any) -> Contents | Uncounted | None:
         """None in a phase that looks into none, too."""
         if self.phase == "timed":
-            return Uncounted(batch, self._has_decoder)
+            return Uncounted.of(batch, self._has_decoder)
         return contents_of(batch, self._has_decoder) if self.phase in ("warmup", "located") else None
 
     @property
@@ -216,7 +216,9 @@ class Recorder:
             operators=self._trace.found.operators,
             compilations=self._compilations.compiled,
             contents=added(self._contents, self._steps_with_contents, self._loaders.dealt_to),
-            timed_contents=self._counted(),
+            timed_contents=added(
+                [_counted(one) for one in self._timed_contents], self._timed_with_contents, self._loaders.dealt_to
+            ),
             device=self._device,
             versions={"torch": torch.__version__, "transformers": transformers.__version__},
             missing={**self._missing, **self._unseen()},
@@ -235,13 +237,6 @@ class Recorder:
             evaluations=self._evaluations,
             training_phase=1 + len(self._earlier),
         )
-
-    def _counted(self) -> Contents | None:
-        """Of the timed steps, behind them."""
-        found = [one for one in map(_counted, self._timed_contents) if one is not None]
-        if len(found) < len(self._timed_contents):  # something else than rows in some
-            return None
-        return added(found, self._timed_with_contents, self._loaders.dealt_to)
 
     def _unseen(self) -> dict[str, str]:
         """Stages that took place, and no time: what calls them is not marked."""
@@ -294,7 +289,7 @@ class Recorder:
             self._timed_contents += known
             self._timed_with_contents += bool(known)
         elif is_known and (phase == "located" or (phase == "warmup" and not first)):
-            self._contents += filter(None, map(_counted, known))
+            self._contents += map(_counted, known)
             self._steps_with_contents += 1
 
     def _take(self, batches: int) -> None:
@@ -510,7 +505,7 @@ class Recorder:
         return [one for model in self._models for one in (*model.parameters(), *model.buffers())]
 
 
-def _counted(found: Contents | Uncounted) -> Contents | None:
+def _counted(found: Contents | Uncounted) -> Contents:
     return found.count() if isinstance(found, Uncounted) else found
 
 
