@@ -50,7 +50,6 @@ from gradprobe_hf.tasks.columns import IGNORED
 logger = logging.getLogger(__name__)
 
 _RUN = 8  # tokens: a text hardly says one so often
-
 _COUNTS = ("completion_mask", "assistant_masks")  # of tokenised rows: 1 where a token counts in the loss
 
 __all__ = ["TextOptions", "WindowSpec", "load_batches"]

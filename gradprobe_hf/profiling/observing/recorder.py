@@ -93,9 +93,8 @@ class Recorder:
         self._is_spoiled = False  # an evaluation was made within the step
         self._contents: list[Contents] = []
         self._timed_contents: list[Contents | Uncounted] = []
-        self._ahead: deque[Contents | Uncounted | None] = (
-            deque()
-        )  # of batches that no pass has taken; None: nobody looked into it
+        # Of batches that no pass has taken; None: nobody looked into it.
+        self._ahead: deque[Contents | Uncounted | None] = deque()
         self._there_before = 0  # of these before the step, or the evaluation, began
         self._step_contents: list[Contents | Uncounted | None] = []
         self._takes_passes = False  # whether a training pass was seen in this step
