@@ -82,7 +82,8 @@ def build_card(
 
 
 def _ended(report: Report) -> str:
-    return "pruned and recovered" if report.is_recovered else "pruned"
+    has_been = report.recovery is not None and bool(report.recovery.get("earlier_steps"))
+    return "pruned and recovered" if report.is_recovered or has_been else "pruned"
 
 
 def build_recovered_card(report: Report, base: dict[str, Any], where: str, revision: str | None = None) -> ModelCard:
