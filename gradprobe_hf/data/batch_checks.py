@@ -147,13 +147,13 @@ def _is_in_labels(name: str, values: Any, labels: Any) -> bool:
 def _check_unshifted(model: PreTrainedModel, batch: Mapping[str, Any], part: str) -> None:
     """Raise ValueError for labels that are the ids of the next tokens: a causal model shifts them by itself."""
     ids, labels = batch.get("input_ids"), batch.get("labels")
-    if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and shifts_by_itself(model)):
+    if not (isinstance(ids, Tensor) and isinstance(labels, Tensor)):
         return
     if ids.ndim != 2 or labels.shape != ids.shape or ids.shape[1] < 2:
         return
     counted = labels[:, :-1] != IGNORED
     is_next, is_same = ((labels[:, :-1] == other)[counted] for other in (ids[:, 1:], ids[:, :-1]))
-    if len(is_next) and bool(is_next.all()) and not bool(is_same.all()):
+    if len(is_next) and bool(is_next.all()) and not bool(is_same.all()) and shifts_by_itself(model):
         raise ValueError(
             f"{part}: the labels of a batch are its input_ids shifted by one, and {type(model).__name__} shifts labels "
             "by itself: give the input_ids as labels."

@@ -6,7 +6,7 @@ and measure the model in a state that no user of it ever sees.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -67,10 +67,7 @@ def special_tokens(processing_class: Any, model: PreTrainedModel, wanted: bool =
     tokenizer = tokenizer_of(processing_class)
     if not wanted:
         return SpecialTokens()
-    # Of one for another alphabet, of DNA say, a text in its own.
-    others: Iterable[str] = getattr(tokenizer, "get_vocab", dict)()
-    texts = (_PLAIN, *(text for text in islice(others, _TRIED) if text.isalnum()))
-    tried = ((text, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+    tried = ((text, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _texts(tokenizer))
     text, plain = next(((text, ids) for text, ids in tried if ids), (_PLAIN, []))
     whole = tokenizer(text, add_special_tokens=True)["input_ids"]
     starts = [at for at in range(len(whole) - len(plain) + 1) if plain and whole[at : at + len(plain)] == plain]
@@ -88,6 +85,13 @@ def special_tokens(processing_class: Any, model: PreTrainedModel, wanted: bool =
     if not described:
         return SpecialTokens()
     return SpecialTokens(before, after, f"each {described}", len(before) if is_causal(model) else 0)
+
+
+def _texts(tokenizer: Any) -> Iterator[str]:
+    """What may be told by: for another alphabet, of DNA say, texts in its own, which are looked up only if they have to
+    be."""
+    yield _PLAIN
+    yield from (text for text in islice(getattr(tokenizer, "get_vocab", dict)(), _TRIED) if text.isalnum())
 
 
 def is_tokenizer(processing_class: Any) -> bool:
