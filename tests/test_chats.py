@@ -89,6 +89,14 @@ def test_prompts_and_completions_are_a_chat():
         assert said(found.items[0]) == wanted
 
 
+def test_completions_that_were_not_wanted_are_left_out():
+    rows = [{"prompt": "What is 2 + 2?", "completion": answer, "label": answer == "4."} for answer in ("5.", "4.")]
+    options = {"length": 200, "packing": False, "model": LONG, "tokenizer": chatting(CHATML)}
+    found, wanted = (load(given, samples=1, **options) for given in (rows, rows[1:]))
+    assert torch.equal(found.items[0]["input_ids"], wanted.items[0]["input_ids"])
+    assert "where 'label' is true" in found.protocol
+
+
 WITH_TOOLS = (
     "{% for t in tools or [] %}{{ 'tool ' + (t | tojson) + '\n' }}{% endfor %}{{ mood or '' }}"
     + CHATML.replace("m.content", "(m.content or (m.tool_calls | tojson))")

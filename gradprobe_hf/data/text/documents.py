@@ -17,6 +17,7 @@ Document: TypeAlias = "str | Chat"
 
 PROMPT, COMPLETION = "prompt", "completion"
 _PREFERRED = ("chosen", "rejected")  # two answers to one prompt
+_WANTED = "label"  # of a completion: false where people did not want it (TRL's unpaired preferences)
 _TEXTS = ("string", "large_string")  # the types of columns
 _KINDS = {str: "a text", Chat: "a chat"}
 
@@ -56,8 +57,11 @@ def named_columns(opened: Source, options: TextOptions) -> str:
     """
     if opened.is_plain or options.text_template is not None:
         return ""
-    column = _column(opened, options, _first_row(opened))
-    return f" of the columns {PROMPT!r} and {COMPLETION!r}" if column is None else f" of the column {column!r}"
+    first = _first_row(opened)
+    if (column := _column(opened, options, first)) is not None:
+        return f" of the column {column!r}"
+    where = f", where {_WANTED!r} is true" if isinstance(first.get(_WANTED), bool) else ""
+    return f" of the columns {PROMPT!r} and {COMPLETION!r}{where}"
 
 
 def holds_chats(opened: Source, options: TextOptions) -> bool:
@@ -213,7 +217,12 @@ def _one_column(row: Row, column: str) -> Document:
 
 
 def _prompt_and_completion(row: Row) -> Document:
-    """A chat: a prompt of text is the user's message, a completion of text the assistant's."""
+    """A chat: a prompt of text is the user's message, a completion of text the assistant's.
+
+    One that was not wanted is left out: a model is not to be kept as good at it.
+    """
+    if row.get(_WANTED) is False:
+        return ""
     turns: list[Message] = []
     for column, role in ((PROMPT, "user"), (COMPLETION, "assistant")):
         if not isinstance(value := row[column], (str, list)):
