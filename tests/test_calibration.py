@@ -412,6 +412,14 @@ def test_what_counts_by_another_name_is_no_column_to_leave_out(name):
     assert load(Dataset.from_dict(columns | {name: ["a text"] * 2}), samples=2).samples == 2
 
 
+@pytest.mark.parametrize("name", ["labels", "attention_mask", "completion_mask"])
+def test_values_of_another_length_than_their_row_are_refused(name):
+    """The padding of a batch hid it: each counted for another token than its own."""
+    rows = {"input_ids": [[1, 2, 3, 4], [5, 6, 7]], name: [[1, 1, 1], [1, 1, 1, 1]]}
+    with pytest.raises(ValueError, match=rf"a row has \d input_ids and \d {name}: give one for each token"):
+        load(Dataset.from_dict(rows), samples=2)
+
+
 def test_rows_in_which_no_token_counts_are_told(caplog):
     labels = [[-100] * 4] * 3 + [[1, 2, 3, 4]]
     found = load(Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 4, "labels": labels}), samples=4)

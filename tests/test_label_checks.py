@@ -447,6 +447,14 @@ def test_words_with_a_place_on_a_page_are_not_read_without_it():
     assert prune(model, [{**batch, "bbox": torch.zeros(2, 3, 4, dtype=torch.long)}], apply=False).masks
 
 
+def test_words_of_another_number_than_their_labels_are_refused():
+    """A batch of two such rows is as wide as the longer of each, and nothing told which label is whose."""
+    model = seeded(hf.BertForTokenClassification, hf.BertConfig(**BERT, num_labels=3))
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [1, 2]] * 2, "labels": [[0, 1], [0, 1, 2]] * 2})
+    with pytest.raises(ValueError, match=r"a row has 3 input_ids and 2 labels: give one for each token"):
+        prune(model, rows)
+
+
 def test_one_label_a_row_of_a_class_that_no_task_is_known_of_is_refused():
     model = seeded(hf.BertForNextSentencePrediction, hf.BertConfig(**BERT))
     rows = Dataset.from_list([{"input_ids": [1, 2, 3], "labels": number % 2} for number in range(4)])

@@ -180,6 +180,20 @@ def check_named_in_row(row: Mapping[str, Any], read: Collection[str], source: st
             )
 
 
+def check_one_length(row: Mapping[str, Tensor], names: Collection[str]) -> None:
+    """Raise ValueError where a row has more or fewer values than tokens, which the padding of its batch would hide.
+
+    Args:
+        names: what it holds that has a value for each token.
+    """
+    ids = row.get("input_ids")
+    if ids is None or ids.ndim != 1:
+        return
+    for name in names:
+        if name in row and row[name].ndim == 1 and len(row[name]) != len(ids):
+            raise ValueError(f"a row has {len(ids)} input_ids and {len(row[name])} {name}: give one for each token.")
+
+
 def _dimensions(model: PreTrainedModel) -> int | None:
     """How many a batch of a model's main input has; None where no batch of it is known, or the code is its user's."""
     if not _is_of_transformers(model):

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gradprobe_hf.data.batch_checks import check_one_length
 from gradprobe_hf.model.families import (
     chooses_among_texts,
+    decodes_labels,
     embeds_labels,
     feels_padding,
     makes_decoder_inputs_of_source,
@@ -46,6 +48,8 @@ def prepared_batches(
     for row in rows:
         one = {name: tensor_of(name, _of_choices(name, row, reader) if choosing else row[name]) for name in columns}
         labels = _choice(row, one) if choosing else _row_label(row, reader, task)
+        if labels is not None and not (task.one_label or choosing or decodes_labels(model)):
+            check_one_length({**one, "labels": labels}, ("labels",))
         made.append(one if labels is None else {**one, "labels": labels})
     felt = ("input_ids",) if choosing or feels_padding(model) else ()
     felt = (*felt, "labels") if embeds_labels(model) else felt  # which cannot be padded with -100

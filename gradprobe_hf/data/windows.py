@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from gradprobe_hf.data.batch_checks import check_named_in_row, check_reads_text
+from gradprobe_hf.data.batch_checks import check_named_in_row, check_one_length, check_reads_text
 from gradprobe_hf.data.batches import Batches, from_iterable, from_rows
 from gradprobe_hf.data.labelled import Labels, TaskOptions
 from gradprobe_hf.data.prepared_rows import tensor_of
@@ -302,7 +302,10 @@ def _tokenised(opened: Source, windows: WindowSpec) -> Drawn:
     drawn = list(islice(rows, windows.drawn.start, windows.drawn.stop))
     if drawn:
         check_named_in_row(drawn[0], keep, opened.name)
-    taken = [_with_labels({name: tensor_of(name, row[name]) for name in keep}) for row in drawn]
+    held = [{name: tensor_of(name, row[name]) for name in keep} for row in drawn]
+    for row in held:
+        check_one_length(row, keep)
+    taken = [_with_labels(row) for row in held]
     if (odd := next((row["input_ids"] for row in taken if row["input_ids"].ndim != 1), None)) is not None:
         raise ValueError(
             f"{opened.name}: input_ids of a row are a list of tokens, and these have the shape {list(odd.shape)}: "
