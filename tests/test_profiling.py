@@ -264,6 +264,66 @@ def test_evaluations_are_in_no_figure(marks, every):
     assert aten.count == 3 * len(seen.traced)
 
 
+def test_what_is_made_of_an_evaluation_is_in_no_figure():
+    """A metric, say, behind its last pass."""
+    model, rows = planted.Net(), planted.Rows(1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with profiled(schedule=Schedule(2, 4, 1, 1)) as profiler:
+        for batch in DataLoader(rows, 8):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for few in DataLoader(Few(), 32):
+                    model(few)
+            time.sleep(0.5)
+            if profiler.done:
+                break
+    report = profiler.report()
+    seen = report.observation
+    assert max(seen.timed) < 0.5
+    assert seen.stages["data loading"] >= seen.loaders[0].seconds >= 4 * 8 * 1e-3
+    assert sum(seen.stages.values()) == pytest.approx(sum(seen.timed), rel=0.01)
+
+
+@pytest.mark.parametrize("sizes", [(4, 12), (8, 8)])
+def test_batches_of_two_loaders_in_one_pass_count(sizes):
+    """A pass took one of them, and the others were never counted."""
+    model = planted.Net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with profiled(schedule=Schedule(3, 4, 1, 4)) as profiler:
+        for both in zip(*(DataLoader(planted.Rows(), size) for size in sizes), strict=False):
+            model(torch.cat(both)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if profiler.done:
+                break
+    seen = profiler.report().observation
+    assert seen.timed_contents.samples == 16 * len(seen.timed)
+    assert seen.contents.samples == 16 * seen.contents.steps
+
+
+def test_workers_that_start_anew_with_each_epoch():
+    """What that takes was in no figure of the loader, and the advice was to take more of them."""
+    model = planted.Net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    loader = DataLoader(Few(), 32, num_workers=2)
+    with profiled(schedule=Schedule(3, 6, 1, 1)) as profiler:
+        while not profiler.done:
+            for batch in loader:
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    report = profiler.report()
+    (waited,) = report.observation.loaders
+    assert waited.batches == 6
+    assert waited.seconds > waited.starting > waited.seconds / 2
+    assert report.observation.stages["data loading"] == pytest.approx(waited.seconds, rel=0.3)
+    (found,) = [one for one in report.findings if one.kind == "data loading"]
+    assert "workers that start and end with an epoch" in found.evidence
+    assert found.remedy.startswith("keep them: DataLoader(..., persistent_workers=True)")
+
+
 def test_passes_without_gradients_on_a_batch_of_its_own_belong_to_a_step():
     """As where what is trained on is generated first."""
     model = planted.Net()

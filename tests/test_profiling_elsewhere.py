@@ -448,6 +448,17 @@ def traced(tmp_path, events):
     return ProfileReport(read_trace(path))
 
 
+def test_what_sets_all_gradients_to_zero_is_told_once(tmp_path):
+    """Not the tensors that it is called for, too."""
+    step = event("ProfilerStep#1", 0, 100, "user_annotation")
+    zero_grad = event("Optimizer.zero_grad#AdamW.zero_grad", 10, 60, "user_annotation")
+    calls = [event("aten::_foreach_zero_", 20, 40), event("aten::zero_", 25, 30), event("aten::zero_", 31, 36)]
+    calls.append(event("aten::zero_", 45, 50))
+    report = traced(tmp_path, [step, zero_grad, *calls])
+    (found,) = [one for one in report.observation.calls if one.kind == "zeroing"]
+    assert (found.count, found.seconds) == (2, pytest.approx(25e-6))
+
+
 def test_a_value_that_is_read_is_told_once(tmp_path):
     """Its copy is part of it; one to pinned memory need not be waited for."""
     copies = ("Memcpy DtoH (Device -> Pageable)", "Memcpy DtoH (Device -> Pinned)")

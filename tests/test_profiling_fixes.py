@@ -150,6 +150,27 @@ def test_gains_are_of_runs_side_by_side():
     assert fused.memory == 1
 
 
+def test_a_gain_is_of_all_steps():
+    """Workers hand out several batches at once, and the median step waits for none."""
+    seconds = {None: [1.0] * 4, "workers": [0.1, 0.1, 0.1, 3.7]}
+    runs = lambda change: Trial(["it"] if change else [], seconds[change], 4.0, [2.0, 1.0], 100)  # noqa: E731
+    (workers,) = try_changes(runs, SEEN, ["workers"], rounds=1).fixes
+    assert workers.gains == pytest.approx((1.0,))
+
+
+def test_an_evaluation_is_in_no_trial(script):
+    """Its rows were a step's, and so was its time."""
+    evaluates = """    with torch.no_grad():
+        for ids in DataLoader(Rows(), batch_size=50):
+            model(input_ids=ids)
+    time.sleep(0.5)
+"""
+    script.write_text(LOOP.format(sleep=0) + evaluates)
+    trial = run_trial(str(script), [], None, 3, 4)
+    assert trial.samples == 4
+    assert max(trial.seconds) < 0.5
+
+
 def test_what_rounds_do_not_agree_on_is_no_gain():
     class Wavering(Trials):
         def __call__(self, change):
@@ -416,6 +437,29 @@ def test_a_peak_of_cuda_that_was_counted_anew_is_not_forgotten(monkeypatch):
 def test_bad_input_is_one_line(flags, said, capsys):
     assert main(["profile", "script", __file__, *flags]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("what", "flags", "other"),
+    [
+        ("script", ["--json", "{}"], "the script"),
+        ("script", ["--markdown", "new.md", "--json", "new.md"], "--json"),
+        ("trace", ["--html", "{}"], "the trace"),
+    ],
+)
+def test_a_report_is_written_over_nothing_that_the_command_reads_or_writes(what, flags, other, tmp_path, capsys):
+    subject = tmp_path / "subject.py"
+    subject.write_text("print(1)")
+    named = [str(tmp_path / "new.md") if one == "new.md" else one.format(subject) for one in flags]
+    assert main(["profile", what, str(subject), *named]) == 1
+    assert f"this would overwrite {other}. Name another file" in capsys.readouterr().err
+    assert subject.read_text() == "print(1)"
+
+
+def test_an_option_of_the_script_in_front_of_the_dashes(capsys):
+    with pytest.raises(SystemExit):
+        main(["profile", "script", __file__, "--epochs", "1"])
+    assert "no option --epochs; if it is the script's, write it behind --; see" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -122,7 +122,9 @@ class CommandParser(argparse.ArgumentParser):
         if not hasattr(options, "run"):
             self.error("the verb comes first, its options after it")
         if rest:
-            self.chosen.error(unknown_flag(rest[0], self.chosen._option_string_actions))
+            unknown = unknown_flag(rest[0], self.chosen._option_string_actions).rstrip(".")
+            whose = "; if it is the script's, write it behind --" if self.chosen.passes_on else ""
+            self.chosen.error(unknown + whose)
         return options
 
     def check_required(self, options: argparse.Namespace) -> None:

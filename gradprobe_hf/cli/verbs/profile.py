@@ -64,9 +64,13 @@ def run(options: argparse.Namespace) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch.profiler's own log, of when it starts and stops
     _check_effect(options)
     reports = {name: Path(path) for name, path in given(options, *_REPORTS).items()}
+    taken = {} if options.what == "prune" else {Path(options.subject).resolve(): f"the {options.what}"}
     for name, path in reports.items():
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"--{name} {path}: name a file, in a folder that exists.")
+        if (other := taken.get(path.resolve())) is not None:
+            raise ValueError(f"--{name} {path}: this would overwrite {other}. Name another file.")
+        taken[path.resolve()] = f"--{name}"
     report, interrupted, code = _PROFILES[options.what](options)
     if is_first():
         print_profile(report)  # first: a disk may be full

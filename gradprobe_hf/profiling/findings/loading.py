@@ -14,14 +14,23 @@ def _waits(seen: Observation) -> list[Finding]:
             continue
         by = "no worker: this process loads" if loader.workers == 0 else f"{loader.workers or 'some'} workers"
         evidence = f"{milliseconds(loader.seconds / loader.batches)} a batch of {loader.dataset}; {by}"
-        remedy = (
-            "make a row cheaper, or prepare rows beforehand (datasets.map); more workers if there are idle cores"
-            if loader.workers != 0
-            else "load beside the training: DataLoader(..., num_workers=2, persistent_workers=True), "
-            "dataloader_num_workers=2 in TrainingArguments; or prepare rows beforehand (datasets.map)"
-        )
-        found.append(finding("data loading", loader.place, share, evidence, remedy))
+        if restarts := loader.workers != 0 and loader.starting > loader.seconds / 2:
+            evidence += (
+                f", and {loader.starting / loader.seconds:.0%} of it is workers that start and end with an epoch"
+            )
+        found.append(finding("data loading", loader.place, share, evidence, _REMEDIES[restarts, loader.workers == 0]))
     return found
+
+
+# By whether the time goes into workers that start anew, and whether there are none.
+_REMEDIES = {
+    (True, False): "keep them: DataLoader(..., persistent_workers=True), dataloader_persistent_workers=True in "
+    "TrainingArguments; or make a row cheaper",
+    (False, False): "make a row cheaper, or prepare rows beforehand (datasets.map); more workers if there are idle "
+    "cores",
+    (False, True): "load beside the training: DataLoader(..., num_workers=2, persistent_workers=True), "
+    "dataloader_num_workers=2 in TrainingArguments; or prepare rows beforehand (datasets.map)",
+}
 
 
 def _padding(seen: Observation) -> list[Finding]:

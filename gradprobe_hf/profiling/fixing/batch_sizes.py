@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean
 
 import torch
 
@@ -94,7 +94,7 @@ def _tried(runs: Runs, times: int, own: BatchSize | None) -> tuple[BatchSize, fl
     except RuntimeError as error:
         return BatchSize(times, None, failed=str(error)), 0.0
     failed = _missed(trial, times, own)
-    return BatchSize(times, trial.samples, trial.memory, trial.room, failed), median(trial.seconds)
+    return BatchSize(times, trial.samples, trial.memory, trial.room, failed), fmean(trial.seconds)
 
 
 def _missed(trial: Trial, times: int, own: BatchSize | None) -> str | None:

@@ -199,8 +199,11 @@ def _row(name: str) -> Change:
 
 
 def _rate(trial: Trial) -> float:
-    """Samples a second, by the median step; steps, where batches do not tell."""
-    return (trial.samples or 1.0) / median(trial.seconds)
+    """Samples a second; steps, where batches do not tell.
+
+    By the mean: workers hand out several batches at once, and behind these a step waits for all of them.
+    """
+    return (trial.samples or 1.0) / fmean(trial.seconds)
 
 
 def _losses(found: list[_Beside]) -> str:

@@ -21,6 +21,7 @@ from gradprobe_hf.profiling.as_main import Observed, run_as_main
 from gradprobe_hf.profiling.fixing.changes import change_named
 from gradprobe_hf.profiling.observing.batch_contents import contents_of
 from gradprobe_hf.profiling.observing.joined import watching
+from gradprobe_hf.profiling.observing.loaders import TrainingLoaders
 from gradprobe_hf.profiling.observing.observation import Observation
 from gradprobe_hf.profiling.observing.stages import StageClock, Wait, marked_stages
 from gradprobe_hf.runtime.device_time import now
@@ -30,7 +31,7 @@ from gradprobe_hf.runtime.device_time import now
 class Trial:
     """Attributes:
     done: what the change changed; empty: nothing.
-    seconds: of each timed step.
+    seconds: of each timed step, without evaluations between them.
     samples: a step, on average; None where batches do not tell.
     losses: what each backward pass began at, from the first step on; NaN where that is no number.
     memory: bytes behind the first step at their fullest: of the process, or allocated on the device.
@@ -48,7 +49,11 @@ class Trial:
 @dataclass
 class _Watch:
     """Counts steps of the first optimizer that takes one, or those that a loop says, and ends the script behind the
-    last."""
+    last.
+
+    Batches of other loaders than those of the steps are an evaluation's, and a step begins with what it fetches behind
+    them.
+    """
 
     warmup: int
     timed: int
@@ -58,11 +63,22 @@ class _Watch:
     room: int = 0
     _steps: int = 0
     _samples: list[int | None] = field(default_factory=list)
+    _loaders: TrainingLoaders = field(default_factory=TrainingLoaders)
+    _evaluates: bool = False
     _optimizer: Optimizer | None = None
     _says_steps_itself: bool = False
     _since: float = 0.0
 
-    def waited(self, _: Wait, batch: Any, _iterator: Any) -> None:
+    def waited(self, wait: Wait, batch: Any, iterator: Any) -> None:
+        self._loaders.fetched(iterator, wait.processes)
+        if not self._loaders.is_own:
+            self._evaluates = True
+            return
+        if self._evaluates:
+            self._evaluates = False
+            self._loaders.begin_step()
+            self._loaders.fetched(iterator, wait.processes)
+            self._since = now(compute_device()) - wait.seconds
         # The batches of the first step may be more than its own.
         if 0 < self._steps < self.warmup:
             found = contents_of(batch)
@@ -91,6 +107,8 @@ class _Watch:
 
     def _end_step(self) -> None:
         self._steps += 1
+        self._loaders.end_step()
+        self._evaluates = False
         ended = now(compute_device())
         if self._steps > self.warmup:
             self.seconds.append(ended - self._since)

@@ -46,6 +46,7 @@ class LoaderWait:
         dataset: its class.
         workers: processes that load; 0: this one does; None: some.
         batches: that were waited for.
+        starting: of the seconds: the first batches of workers that started, and the end of those before them.
     """
 
     place: Place | None
@@ -53,6 +54,7 @@ class LoaderWait:
     workers: int | None
     batches: int
     seconds: float
+    starting: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ from gradprobe_hf.runtime.device_time import now
 Phase = Literal["warmup", "timed", "traced", "located"]
 _ORDER: tuple[Phase, ...] = ("warmup", "timed", "traced", "located")
 _PICTURED = 3  # steps of which every stretch is kept
+_SEVERAL_AFTER = 3  # steps in a row that fetch more than one batch a pass; a loader that fetches ahead does so once
 _OVER_AFTER = 10  # steps of another optimizer without one of the first: more than a discriminator takes for one
 _BESIDE = "a thread of the script's own fetches the batches, beside the steps"
 
@@ -59,8 +60,8 @@ class Recorder:
     A step ends with an optimizer step of the first optimizer that takes one, until `step` is called: from then on the
     loop says itself where its steps end. Where another optimizer goes on without the first, a phase of the training is
     over before the schedule was: observing begins again, with the other. An evaluation between two steps is a part of
-    none: passes without gradients before the step has asked for a batch of its own. A step with one behind its own
-    passes does not count.
+    none: passes without gradients before the step has asked for a batch of its own, and what is made of them until it
+    does. A step with one behind its own passes does not count.
 
     Args:
         model: whose forward pass is a stage. Default: what holds the parameters of the first optimizer.
@@ -98,6 +99,7 @@ class Recorder:
         self._there_before = 0  # of these before the step, or the evaluation, began
         self._step_contents: list[Contents | Uncounted | None] = []
         self._takes_passes = False  # whether a training pass was seen in this step
+        self._left_over = 0  # steps in a row behind which more of these were there than before
         self._steps_with_contents = self._timed_with_contents = 0
         self._calls: list[list[Seen]] = []
         self._trace = StepTrace()
@@ -156,15 +158,15 @@ class Recorder:
         if self.phase is not None:
             self._close()
             self._seconds = {phase: [] for phase in _ORDER}
-            self._waits, self._contents, self._calls = [], [], []
-            self._timed_contents = []
+            self._waits, self._calls = [], []
+            self._forget_contents()
             self._stages.clear()
             self._begins.clear()
             self._memory.clear()
             self._setup_watch.begin_again()
             self._modules = ModuleWatch(lambda: self.clock.in_backward)
             self._trace, self._missing = StepTrace(), {}
-            self._steps_with_contents = self._timed_with_contents = self._evaluations = 0
+            self._evaluations = self._left_over = 0
             self._open("warmup")
 
     @property
@@ -278,8 +280,14 @@ class Recorder:
         elif phase == "located":
             self._calls.append(self._watch.cut())
             self._modules.keep()
+        more = len(self._ahead) - self._there_before
+        self._left_over = self._left_over + 1 if more > 0 else 0
         if not self._takes_passes:  # they are not seen of a model that is compiled: as fetched
             self._take(len(self._ahead))
+        elif self._left_over >= _SEVERAL_AFTER:  # a pass takes several, of two loaders say
+            if self._left_over == _SEVERAL_AFTER:  # the steps so far had more than was counted
+                self._forget_contents()
+            self._take(more)
         # The first step of all may have fetched more than its own batches. A batch that was fetched ahead, in a phase
         # that looks into none, is not known.
         known = [one for one in self._step_contents if one is not None]
@@ -290,6 +298,10 @@ class Recorder:
         elif is_known and (phase == "located" or (phase == "warmup" and not first)):
             self._contents += map(_counted, known)
             self._steps_with_contents += 1
+
+    def _forget_contents(self) -> None:
+        self._contents, self._timed_contents = [], []
+        self._steps_with_contents = self._timed_with_contents = 0
 
     def _take(self, batches: int) -> None:
         """The first so many batches that were fetched are this step's: Accelerate's loader fetches one ahead."""
@@ -381,9 +393,15 @@ class Recorder:
             return
         if not self.clock.is_mine:  # what a step waits for that thread is "other", and which step has the batch unknown
             self._missing |= dict.fromkeys(("data loading", "padding"), _BESIDE)
-            self._step_waits.append(replace(wait, seconds=0.0))
+            self._step_waits.append(replace(wait, seconds=0.0, starting=0.0))
             return
         self._loaders.fetched(iterator, wait.processes)
+        if self._evaluates and self._loaders.is_own:  # what was computed of an evaluation belongs to it
+            self._evaluates = False
+            self._drop_step()
+            self._loaders.fetched(iterator, wait.processes)
+            self.clock.begin_in(wait.seconds)
+            self._began -= wait.seconds
         self._step_waits.append(wait)
         if self._loaders.is_own:
             self._ahead.append(self._contents_of(batch))
@@ -513,10 +531,10 @@ def _share(seconds: float, steps: list[float]) -> float:
 
 
 def _by_line(waits: list[Wait]) -> tuple[LoaderWait, ...]:
-    groups: dict[tuple[Place | None, str, int], list[float]] = {}
+    groups: dict[tuple[Place | None, str, int], list[Wait]] = {}
     for wait in waits:
-        groups.setdefault((wait.place, wait.dataset, wait.workers), []).append(wait.seconds)
+        groups.setdefault((wait.place, wait.dataset, wait.workers), []).append(wait)
     return tuple(
-        LoaderWait(place, dataset, workers, len(seconds), sum(seconds))
-        for (place, dataset, workers), seconds in groups.items()
+        LoaderWait(*line, len(found), sum(one.seconds for one in found), sum(one.starting for one in found))
+        for line, found in groups.items()
     )

@@ -7,7 +7,7 @@ import gc
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
 
 from gradprobe_hf.profiling.observing.observation import Span
 from gradprobe_hf.profiling.observing.places import Place, place_of
@@ -74,6 +74,11 @@ class StageClock:
         seconds, self._seconds = self._seconds, dict.fromkeys(STAGES, 0.0)
         return seconds
 
+    def begin_in(self, seconds: float) -> None:
+        """Forget what was before these seconds, which belong to the stage that it is in."""
+        self.cut()
+        self._seconds[self.stage] = seconds
+
     def _turn(self) -> None:
         now = time.perf_counter()
         self._seconds[self._stack[-1]] += now - self._since
@@ -90,6 +95,7 @@ class Wait:
     workers: int
     seconds: float
     processes: int = 1  # that it is dealt to
+    starting: float = 0.0  # of the seconds: the first batch of workers that started, and the end of those before
 
 
 # With each wait for a data loader: the batch that came, and the iterator that it came from.
@@ -252,7 +258,22 @@ def _marked_backward(clock: StageClock) -> Iterator[None]:
 
 @contextmanager
 def _marked_loaders(clock: StageClock, waited: Waited) -> Iterator[None]:
-    original = _BaseDataLoaderIter.__next__
+    original, begin = _BaseDataLoaderIter.__next__, DataLoader.__iter__
+    starting: defaultdict[int, float] = defaultdict(
+        float
+    )  # the id of a data set -> seconds in which none of its batches came
+
+    @functools.wraps(begin)
+    def beginning(self: Any) -> Any:
+        if not clock.is_mine or clock.stage == "data loading":
+            return begin(self)
+        clock.enter("data loading")
+        start = time.perf_counter()
+        try:
+            return begin(self)
+        finally:
+            clock.leave("data loading")
+            starting[id(self.dataset)] += time.perf_counter() - start
 
     @functools.wraps(original)
     def following(self: Any) -> Any:
@@ -263,19 +284,29 @@ def _marked_loaders(clock: StageClock, waited: Waited) -> Iterator[None]:
         start = time.perf_counter()
         try:
             batch = original(self)
-            seconds = time.perf_counter() - start
+            around = starting.pop(id(self._dataset), None) if clock.is_mine else None
+            seconds = (around or 0.0) + time.perf_counter() - start
+            # Workers that have just been started are waited for with the first batch.
+            anew = seconds if around is not None and self._num_workers and not self._persistent_workers else 0.0
             caller = sys._getframe(1)
             place, processes = place_of(caller), _dealt_to(caller.f_locals.get("self"))
-            waited(Wait(place, type(self._dataset).__name__, self._num_workers, seconds, processes), batch, self)
+            name = type(self._dataset).__name__
+            waited(Wait(place, name, self._num_workers, seconds, processes, anew), batch, self)
             return batch
+        except StopIteration:
+            if clock.is_mine:
+                starting[id(self._dataset)] += time.perf_counter() - start
+            raise
         finally:
             clock.leave("data loading")
 
     _BaseDataLoaderIter.__next__ = following  # type: ignore[method-assign]
+    DataLoader.__iter__ = beginning  # type: ignore[method-assign]
     try:
         yield
     finally:
         _BaseDataLoaderIter.__next__ = original  # type: ignore[method-assign]
+        DataLoader.__iter__ = begin  # type: ignore[method-assign]
 
 
 def _dealt_to(caller: Any) -> int:

@@ -162,12 +162,10 @@ def _calls(events: list[Event], steps: int) -> tuple[Call, ...]:
     optimizer = _host(_named(events, "Optimizer.step#"))
     outside = _outside(events, optimizer)
     reads = [one for one in outside if one.name == "aten::_local_scalar_dense"]
-    zeroing = [
-        one
-        for span in _host(_named(events, "Optimizer.zero_grad#"))
-        for one in outside
-        if one.is_in(span) and one.name in ("aten::zero_", "aten::_foreach_zero_")
-    ]
+    spans = _host(_named(events, "Optimizer.zero_grad#"))
+    within = [one for span in spans for one in outside if one.is_in(span)]
+    at_once = [one for one in within if one.name == "aten::_foreach_zero_"]  # which calls the other for each tensor
+    zeroing = [*at_once, *_outside([one for one in within if one.name == "aten::zero_"], at_once)]
     types = {id(one): _type(one) for one in events if one.name in _PRODUCTS}
     groups: dict[tuple[Any, str], list[Event]] = {
         # Those of an optimizer are its step counts, which are on the CPU.
