@@ -10,10 +10,11 @@ import pytest
 import torch
 from datasets import Audio, ClassLabel, Dataset, Features, Value
 from PIL import Image
-from transformers import ASTConfig, ASTFeatureExtractor, ASTForAudioClassification
+from transformers import ASTConfig, ASTFeatureExtractor, ASTForAudioClassification, Wav2Vec2ForPreTraining
 from transformers.image_utils import load_image
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.tasks.media_batches import as_image, as_wave
 from tests import labelled
 from tests.labelled import CASES, batches
@@ -37,6 +38,20 @@ def test_speech_that_is_prepared_is_padded_as_its_extractor_does():
     with torch.no_grad():
         losses = [sum(float(model(**batch).loss) for batch in found) for found in (together, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_loss_that_is_a_sum_over_its_batch_is_one_already():
+    """That of wav2vec 2.0's training without labels was multiplied by the rows."""
+    torch.manual_seed(0)
+    model = Wav2Vec2ForPreTraining(labelled.build("wav2vec2").config).eval()
+    frames = int(model._get_feat_extract_output_lengths(2000))
+    chosen = torch.zeros(4, frames, dtype=torch.bool)
+    chosen[:, ::2] = True
+    negatives = torch.randint(4 * frames, (4, frames, 5))
+    batch = {"input_values": torch.randn(4, 2000), "mask_time_indices": chosen, "sampled_negative_indices": negatives}
+    with torch.no_grad():
+        total, rows = summed_loss(model, batch)
+        assert (float(total), int(rows)) == (pytest.approx(float(model(**batch).loss)), 4)
 
 
 def test_padding_that_would_be_heard_is_refused():

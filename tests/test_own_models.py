@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.state import AcceleratorState
@@ -159,6 +160,31 @@ def test_an_encoder_is_no_language_model():
     assert pruned(BertLMHeadModel(config).eval(), **loss).report.sparsity == pytest.approx(0.5, abs=1e-3)
     config.is_decoder = True
     assert pruned(BertLMHeadModel(config).eval()).report.sparsity == pytest.approx(0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "setting", "remedy"),
+    [
+        ("BertGenerationDecoder", {}, "is_decoder is False", "is_decoder=True"),
+        (
+            "XLNetLMHeadModel",
+            {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64},
+            "attn_type is 'bi'",
+            "attn_type",
+        ),
+        ("XLMWithLMHeadModel", {"emb_dim": 32, "n_layers": 2, "n_heads": 4}, "causal is False", "causal=True"),
+        ("CpmAntForCausalLM", {"dim_head": 8, "dim_ff": 64, "prompt_length": 4}, None, "Choose another model"),
+    ],
+)
+def test_what_sees_ahead_by_its_settings_is_no_language_model(model, config, setting, remedy):
+    """Their perplexities, of tokens that they are shown, were reported."""
+    cls = getattr(transformers, model)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    built = cls(cls.config_class(vocab_size=256, **{**sizes, **config})).eval()
+    why = "because it reads all of a text as what is known" if setting is None else rf"because config\.{setting}"
+    include = {"include": ["transformer.layer.*"]} if model.startswith("XLNet") else {}  # its heads are no layers
+    with pytest.raises(ValueError, match=f"sees those that it is to predict, {why}.*{remedy}"):
+        pruned(built, **include)
 
 
 class Boxes(PreTrainedModel):

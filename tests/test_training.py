@@ -385,6 +385,34 @@ def test_steps_are_counted_from_where_a_run_went_on():
     assert counting.steps == [6, 7, 8]
 
 
+@pytest.mark.parametrize("remembers", [True, False])
+def test_what_a_run_of_ones_own_remembers_goes_on_with_it(remembers, tmp_path, caplog):
+    """A schedule that had begun at the model's zeros began at none, and weights came back that had gone."""
+
+    def run(steps, model, optimizer, **begun):
+        callback = StatePruningCallback(0.6, "magnitude", begin_step=2, end_step=20, every=4)
+        with attached(callback, model, optimizer, **begun):
+            for step in steps:
+                torch.manual_seed(step)
+                model(**{key: value[None] for key, value in Rows()[step].items()}).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            callback.save(tmp_path)
+        return [(one.step, one.sparsity) for one in callback.history]
+
+    models = [half_pruned()[0] for _ in range(2)]
+    whole, parted = (torch.optim.SGD(model.parameters(), lr=0.01) for model in models)
+    updates = run(range(16), models[0], whole)
+    run(range(8), models[1], parted)
+    caplog.clear()
+    resumed = run(range(8, 16), models[1], parted, step=8, checkpoint=tmp_path if remembers else None)
+    if remembers:
+        assert resumed == updates
+        assert all(torch.equal(*both) for both in zip(*(model.parameters() for model in models), strict=True))
+    else:
+        assert "StatePruningCallback goes on at step 8 and knows nothing of the steps before" in caplog.text
+
+
 def test_conv1d_is_masked_the_right_way_round(tmp_path):
     model, masks = half_pruned("gpt2")
     name = next(name for name in masks if "c_attn" in name)

@@ -23,7 +23,7 @@ from gradprobe_hf.model.families import (
     place_argument,
     sample_batch,
     sees_ahead,
-    shifts_by_itself,
+    shifts_labels,
 )
 from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.table import task_of_class
@@ -61,11 +61,11 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
             f"{', '.join(batches.items[0])} alone, as plain text has. Give batches with {labels}, or a loss_fn"
             f"{without}."
         )
-    if needs_loss and sees_ahead(model):
+    if needs_loss and (ahead := sees_ahead(model)):
+        why, remedy = ahead
         raise ValueError(
-            f"{part}: each token of this {type(model).__name__} sees those that it is to predict, because "
-            "config.is_decoder is False: their cross entropy means nothing. Load it with is_decoder=True, or as a "
-            "masked language model; or give a loss_fn."
+            f"{part}: each token of this {type(model).__name__} sees those that it is to predict, {why}: their cross "
+            f"entropy means nothing. {remedy}; or give a loss_fn."
         )
     dimensions = _dimensions(model)
     for batch in batches:
@@ -145,7 +145,7 @@ def _is_in_labels(name: str, values: Any, labels: Any) -> bool:
 
 
 def _check_unshifted(model: PreTrainedModel, batch: Mapping[str, Any], part: str) -> None:
-    """Raise ValueError for labels that are the ids of the next tokens: a causal model shifts them by itself."""
+    """Raise ValueError for labels that are the ids of the next tokens, which would be shifted once more."""
     ids, labels = batch.get("input_ids"), batch.get("labels")
     if not (isinstance(ids, Tensor) and isinstance(labels, Tensor)):
         return
@@ -153,10 +153,11 @@ def _check_unshifted(model: PreTrainedModel, batch: Mapping[str, Any], part: str
         return
     counted = labels[:, :-1] != IGNORED
     is_next, is_same = ((labels[:, :-1] == other)[counted] for other in (ids[:, 1:], ids[:, :-1]))
-    if len(is_next) and bool(is_next.all()) and not bool(is_same.all()) and shifts_by_itself(model):
+    if len(is_next) and bool(is_next.all()) and not bool(is_same.all()) and is_causal(model):
+        by_model = "shifts labels by itself" if shifts_labels(model) else "is given labels here as all others are"
         raise ValueError(
-            f"{part}: the labels of a batch are its input_ids shifted by one, and {type(model).__name__} shifts labels "
-            "by itself: give the input_ids as labels."
+            f"{part}: the labels of a batch are its input_ids shifted by one, and {type(model).__name__} {by_model}: "
+            "give the input_ids as labels, -100 where a token does not count."
         )
 
 

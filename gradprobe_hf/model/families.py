@@ -86,6 +86,21 @@ _MASKING_LABELS = (
 _COPYING = ("fsmt",)
 # Classes that decode with `decoder_input_ids` or labels, though their configuration is of no encoder-decoder.
 _DECODING = ("BlipForQuestionAnswering",)
+# Decoders whose own loss compares the output at each token with the label there, so that labels are the next tokens.
+_UNSHIFTING = (
+    *(f"{family}ForCausalLM" for family in ("Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "CpmAnt")),
+    *(f"{family}ForCausalLM" for family in ("MBart", "Marian", "Musicgen", "MusicgenMelody", "Mvp", "PLBart")),
+    *(f"{family}ForCausalLM" for family in ("Pegasus", "ProphetNet", "TrOCR", "Whisper")),
+    "XLNetLMHeadModel",
+    "XLMWithLMHeadModel",
+)
+# Types of causal language models that see ahead by a setting of theirs, and what to set.
+_SEEING_AHEAD = {
+    "bert-generation": ("is_decoder", False, "is_decoder=True"),
+    "xlm": ("causal", False, "causal=True"),
+    "xlnet": ("attn_type", "bi", "attn_type='uni'"),
+}
+_SUMMING = ("Wav2Vec2ForPreTraining", "Wav2Vec2ConformerForPreTraining")
 _PAIRED = ("clip", "siglip", "siglip2", "align", "altclip", "chinese_clip", "groupvit")  # of a text beside an image
 # Names by which models take what they keep of a text; from transformers 5.24 on most of them call it "cache".
 _CACHES = ("past_key_values", "cache_params", "state", "cache")
@@ -134,29 +149,30 @@ def is_causal(model: PreTrainedModel) -> bool:
     return objective(model) == CAUSAL and not model.config.is_encoder_decoder
 
 
-def sees_ahead(model: PreTrainedModel) -> bool:
-    """Whether each token of a causal language model sees those that it is to predict: an encoder's, as it is set."""
-    may_encode = model.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return is_causal(model) and may_encode and getattr(model.config, "is_decoder", None) is False
+def sees_ahead(model: PreTrainedModel) -> tuple[str, str] | None:
+    """Why each token of a causal language model sees those that it is to predict, and what to do; None: none does."""
+    kind = model.config.model_type
+    if not is_causal(model):
+        return None
+    if kind == "cpmant":
+        return "because it reads all of a text as what is known", "Choose another model"
+    if kind in _SEEING_AHEAD:
+        name, value, remedy = _SEEING_AHEAD[kind]
+    elif kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        name, value, remedy = "is_decoder", False, "is_decoder=True, or as a masked language model"
+    else:
+        return None
+    is_so = getattr(model.config, name, None) == value
+    return (f"because config.{name} is {value!r}", f"Load it with {remedy}") if is_so else None
 
 
 def shifts_labels(model: PreTrainedModel) -> bool:
     """Whether the model's own loss compares the output at token t with the label of token t + 1."""
     # Vision-language models are decoder-only and called ForConditionalGeneration, like encoder-decoders, whose labels
     # are aligned already.
-    return objective(model) in (CAUSAL, "ForConditionalGeneration") and not model.config.is_encoder_decoder
-
-
-def shifts_by_itself(model: PreTrainedModel) -> bool:
-    """Whether it is known that the class shifts labels: by the loss that transformers has for causal models.
-
-    Decoders of encoder-decoders (BartForCausalLM), XLNet and others compare labels as they are.
-    """
-    try:
-        code = inspect.getsource(inspect.unwrap(type(model).forward))
-    except (OSError, TypeError):
+    if type(model).__name__.removeprefix("FSDP") in _UNSHIFTING:
         return False
-    return is_causal(model) and "self.loss_function(" in code
+    return objective(model) in (CAUSAL, "ForConditionalGeneration") and not model.config.is_encoder_decoder
 
 
 def names_causal_class(architecture: str) -> bool:
@@ -240,7 +256,8 @@ def place_argument(model: PreTrainedModel) -> str | None:
 
 def sums_own_loss(model: PreTrainedModel) -> bool:
     """Whether the model's own loss is a sum over the batch already, not a mean."""
-    return transcribes_freely(model) and getattr(model.config, "ctc_loss_reduction", "mean") == "sum"
+    sums = transcribes_freely(model) and getattr(model.config, "ctc_loss_reduction", "mean") == "sum"
+    return sums or type(model).__name__ in _SUMMING
 
 
 def without_cache(model: PreTrainedModel) -> dict[str, bool]:

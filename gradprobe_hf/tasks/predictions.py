@@ -54,7 +54,7 @@ def written_texts(model: Any, batch: Mapping[str, Any], processing_class: Any) -
         num_beams=1,
         synced_gpus=_is_sharded(model),
     )
-    return _decoded(ids, processing_class), _decoded(labels, processing_class)
+    return _decoded(_cut_off(ids, labels), processing_class), _decoded(labels, processing_class)
 
 
 def transcribed(model: Any, batch: Mapping[str, Any], processing_class: Any) -> Predicted:
@@ -80,6 +80,12 @@ def _room(config: Any) -> Iterator[int]:
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What the model is given to predict from."""
     return {name: value for name, value in batch.items() if name not in ("labels", "decoder_input_ids")}
+
+
+def _cut_off(ids: Tensor, labels: Tensor) -> Tensor:
+    """Texts `[rows, tokens]` as long as each may be: a batch goes on for the longest of its references `labels`."""
+    may_be = 1 + (labels != IGNORED).sum(1, keepdim=True) + SLACK  # behind what the decoder begins with
+    return ids.masked_fill(torch.arange(ids.shape[1], device=ids.device) >= may_be.to(ids.device), IGNORED)
 
 
 def _decoded(ids: Tensor, processing_class: Any) -> list[str]:

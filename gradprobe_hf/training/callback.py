@@ -53,6 +53,7 @@ class StepCallback(TrainerCallback):
 
     decides_zeros = False  # whether it chooses which weights are zero: at most one such callback can run
     leaves_out_gradients = False  # whether it drops gradients before the optimizer steps
+    remembers = False  # whether a run that goes on needs what the one before has saved
     takes_several = False  # whether it can work with several optimizers of one model, each with a part of it
 
     model: nn.Module
@@ -227,7 +228,9 @@ class StepCallback(TrainerCallback):
 
 
 @contextmanager
-def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int = 0) -> Iterator[StepCallback]:
+def attached(
+    callback: StepCallback, model: nn.Module, optimizer: Any, step: int = 0, checkpoint: str | Path | None = None
+) -> Iterator[StepCallback]:
     """Run a callback in a training loop of your own: `loss.backward(); optimizer.step()` in the body of the `with`.
 
     Args:
@@ -236,6 +239,7 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
         optimizer: torch's, or what `accelerator.prepare` made of it; a list of them for `SparsityCallback`, where each
             trains a part of the model.
         step: optimizer steps taken before, for a resumed run.
+        checkpoint: the folder that the run before has saved into, with `callback.save(folder)` inside of its `with`.
 
     Yields:
         The callback, after its `begin`. Hooks are gone when the `with` ends, also by an error.
@@ -257,6 +261,15 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
     if not isinstance(callback, StepCallback):
         raise TypeError(f"callback must be a StepCallback, got {type(callback).__name__}.")
     callback.start(model, optimizer, step)
+    if checkpoint is not None:
+        callback.restore(Path(checkpoint))
+    elif step and callback.remembers:
+        logger.warning(
+            "%s goes on at step %d and knows nothing of the steps before: call its save(folder) with each checkpoint, "
+            "and pass checkpoint=folder to attached",
+            type(callback).__name__,
+            step,
+        )
     left_out: set[Optimizer] = set()  # of the step that is under way: to ask again would wait for the device again
 
     def before(stepping: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

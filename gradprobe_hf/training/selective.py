@@ -58,6 +58,7 @@ class SelectiveUpdateCallback(StepCallback):
     """
 
     leaves_out_gradients = True
+    remembers = True
 
     def __init__(
         self,

@@ -116,6 +116,7 @@ class StatePruningCallback(StepCallback):
     """
 
     decides_zeros = True
+    remembers = True
 
     def __init__(
         self,
