@@ -216,7 +216,7 @@ def test_a_worker_that_was_killed_is_named_with_its_exit_code(tmp_path, monkeypa
         process.wait()
         return process
 
-    (tmp_path / "config.json").write_text("{}")
+    cases.build("llama").config.save_pretrained(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", killed)
     with pytest.raises(ChildProcessError, match="the process of mine ended with exit code 1"):
         Worker("mine", "load", "mine")
@@ -451,8 +451,12 @@ def test_adapters_are_measured_beside_other_models(tmp_path, monkeypatch):
     assert [options["merge_adapters"] for *_, options in made] == [True, False]
     with pytest.raises(ValueError, match=r"merge_adapters=True has no effect here: '.*/base' is no adapter"):
         bench_pretrained(tmp_path / "base", merge_adapters=True, **options)
+    made.clear()
     with pytest.raises(ValueError, match="fold it in with merge_adapters=True"):
-        bench_pretrained(both, **options)
+        bench_pretrained(both[::-1], **options)
+    with pytest.raises(OSError, match="cannot load 'nobody/such'"):
+        bench_pretrained([tmp_path / "base", "nobody/such"], **options)
+    assert not made  # what is wrong with the second is found before the first is loaded
 
 
 def test_files_of_a_subfolder_of_the_hub_are_those_that_were_fetched(tmp_path):

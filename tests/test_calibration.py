@@ -562,7 +562,7 @@ def test_windows_the_model_has_no_positions_for_are_refused(text_file):
 
 
 def test_text_without_a_tokenizer_is_refused(text_file):
-    with pytest.raises(ValueError, match="pass processing_class="):
+    with pytest.raises(ValueError, match="hand it over as processing_class"):
         load(str(text_file), tokenizer=None)
 
 

@@ -315,7 +315,11 @@ def test_the_text_that_was_calibrated_on_is_known_by_what_it_holds(checkpoint, t
             said = warnings_of(*evaluate, *how, "--data", text)
             assert any("is what the model was calibrated on" in one for one in said)
     for text in (other, "pydoc"):
-        assert not any("calibrated on" in said for said in warnings_of(*evaluate, "48", "--data", text))
+        assert not any("calibrated on" in said for said in warnings_of(*evaluate, "48", "--data", text, "--write-card"))
+    results = ModelCard.load(tmp_path / "half" / "README.md").data.eval_results
+    marks = [(one.dataset_name, one.metric_args.get("calibrated_on")) for one in results]
+    assert sum(mark is not None for _, mark in marks) == 2, marks  # not those of the other two
+    assert dict(marks)["another name.txt"].startswith("about ")
 
 
 def test_so_is_a_part_of_a_mixture_and_the_text_of_a_recovery(checkpoint, tmp_path, warnings_of, capsys):

@@ -98,6 +98,25 @@ def test_against_the_dense_model_is_what_the_report_has(pruned, checkpoint, eval
     assert "95% interval" in said
 
 
+def test_a_model_that_is_not_what_was_pruned_is_called_by_its_name(pruned, checkpoint, evaluated, tmp_path):
+    """It was "the dense model", in the card too."""
+    folder = tmp_path / "tiny-50"
+    shutil.copytree(pruned[1], folder)
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(tmp_path / "another")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "another")
+    measure = ("--data", "pydoc", *TEXT, "--write-card")
+    code, _, err = evaluated(folder, "--against", tmp_path / "another", *measure)
+    assert code == 0
+    assert f"was pruned from '{checkpoint.name}', and --against is" in err
+    assert "Top-1 agreement with another" in {
+        one.metric_name for one in ModelCard.load(folder / "README.md").data.eval_results
+    }
+    assert "was pruned from" not in evaluated(folder, "--against", checkpoint, *measure)[2]
+    names = {one.metric_name for one in ModelCard.load(folder / "README.md").data.eval_results}
+    assert "Top-1 agreement with the dense model" in names
+    assert "Top-1 agreement with another" not in names
+
+
 def test_a_model_of_few_positions_has_shorter_windows_by_default(checkpoint, evaluated):
     code, said, note = evaluated(checkpoint, "--data", "pydoc", "--num-samples", "2", "--json")
     assert code == 0, note
@@ -228,8 +247,11 @@ def test_what_the_paper_protocol_does_not_read_is_refused(source, message):
 def test_the_paper_protocol_says_what_it_cannot_do(checkpoint, text_file, evaluated, tmp_path):
     (tmp_path / "short.txt").write_text("too little", encoding="utf-8")
     paper = (checkpoint, "--protocol", "paper", "--data")
-    assert "less than one window" in evaluated(*paper, tmp_path / "short.txt")[2]
-    assert "more than the 64 positions" in evaluated(*paper, text_file, "--sequence-length", "128")[2]
+    assert "less than one window of 64: give more text" in evaluated(*paper, tmp_path / "short.txt")[2]
+    assert (
+        "--sequence-length 128 is more than the 64 positions"
+        in evaluated(*paper, text_file, "--sequence-length", "128")[2]
+    )
     code, said, _ = evaluated(*paper, text_file, "--json")
     assert code == 0
     assert "in order, of the rows joined by blank lines" in json.loads(said)["protocol"]

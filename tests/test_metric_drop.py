@@ -98,7 +98,7 @@ def test_a_metric_of_ones_own_is_called_what_chose():
 
 
 def test_one_row_cannot_choose_and_report():
-    with pytest.raises(ValueError, match=r"has 1 row in 1 batch.*at least two rows"):
+    with pytest.raises(ValueError, match=r"has 1 row in 1 batch.*at least two rows: evaluation_samples \(--eval"):
         searched(cases.build("llama"), evaluation=cases.batches("llama", rows=1), max_metric_drop=0.1)
 
 

@@ -19,8 +19,9 @@ from gradprobe_hf.bench.result import BenchResult, BenchRow, Timing
 from gradprobe_hf.bench.subject import Facts, Workload
 from gradprobe_hf.bench.worker import Worker
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
-from gradprobe_hf.model.loading.adapters import stored_adapter
+from gradprobe_hf.model.loading.adapters import check_mergeable, stored_adapter
 from gradprobe_hf.model.loading.checks import check_dtype, check_placement, check_source
+from gradprobe_hf.model.loading.load import SOURCE_KWARGS, load_config
 from gradprobe_hf.report.build import versions
 from gradprobe_hf.runtime.option_checks import one_of, whole
 from gradprobe_hf.tasks.table import TASKS
@@ -88,11 +89,19 @@ def _folded(names: Sequence[str], options: Mapping[str, Any], source: Mapping[st
     """For each model whether an adapter is folded in, where that is asked for: others are measured beside it.
 
     Raises:
-        ValueError: none of them is an adapter.
+        ValueError: none of them is an adapter, or one is, and that was not asked for.
+        OSError: there is no such model: before the others are loaded.
     """
-    if not options.get("merge_adapters"):
+    merge = bool(options.get("merge_adapters"))
+    adapters = {name: stored_adapter(name, dict(source)) for name in names}
+    for name, adapter in adapters.items():
+        if adapter is not None:
+            check_mergeable(adapter, merge)
+        elif options.get("gguf_file") is None:
+            load_config(name, **{key: value for key, value in options.items() if key in SOURCE_KWARGS})
+    if not merge:
         return {name: {} for name in names}
-    found = {name: {"merge_adapters": stored_adapter(name, dict(source)) is not None} for name in names}
+    found = {name: {"merge_adapters": adapter is not None} for name, adapter in adapters.items()}
     if not any(one["merge_adapters"] for one in found.values()):
         raise ValueError(
             f"merge_adapters=True has no effect here: {' and '.join(map(repr, names))} "

@@ -41,6 +41,19 @@ def stored_report(name: str, source: Mapping[str, Any]) -> tuple[Report | None, 
     return Report.load(folder), GradProbeConfig.from_pretrained(folder) if has_config else None
 
 
+def another_than(report: Report | None, dense: Loaded) -> str | None:
+    """What was pruned, where a dense model is called otherwise; None: it may be that, or nobody knows.
+
+    Args:
+        report: of the pruned model. Of one with an adapter folded in `check_made_of` knows more.
+    """
+    if report is None or report.model.get("adapter") is not None:
+        return None
+    made_of, given = (str(name or "") for name in (report.model.get("name"), published_name(dense.model)))
+    is_same = PurePosixPath(made_of).name.lower() == PurePosixPath(given).name.lower()
+    return None if is_same or not made_of else made_of
+
+
 def check_made_of(report: Report | None, dense: Loaded, argument: str, in_memory: bool = False) -> list[str]:
     """What speaks against a dense model as what was pruned, where an adapter had been folded into that.
 

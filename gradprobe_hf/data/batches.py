@@ -92,7 +92,7 @@ class Batches:
         Raises:
             ValueError: there are no two of them.
         """
-        return self.split(seed, 1 / 2, "at least two rows (evaluation_samples, --evaluation-samples)")
+        return self.split(seed, 1 / 2, "at least two rows: evaluation_samples (--evaluation-samples)")
 
     def split(self, seed: int, share: float, remedy: str = "at least two rows") -> tuple[Batches, Batches]:
         """A share of the rows, at least one, drawn by the seed, and the others.

@@ -166,8 +166,8 @@ class _Reader:
         if not is_tokenizer(tokenizer_of(self.processing_class)):
             found = "" if self.processing_class is None else f" but a {type(self.processing_class).__name__}"
             raise ValueError(
-                f"{opened.name} is text, which needs a tokenizer, and none was found beside the model{found}: pass "
-                "processing_class=, or give batches that the model returns a loss for."
+                f"{opened.name} is text, which needs a tokenizer, and none was found beside the model{found}: save it "
+                "into the model's folder, or, in Python, hand it over as processing_class."
             )
         special = special_tokens(self.processing_class, self.model, windows.text.add_special_tokens)
         draw = draw_packed if windows.text.packing or opened.is_whole else draw_documents

@@ -26,7 +26,8 @@ def text_results(
     whatever its arguments are.
 
     Args:
-        described: the batches, as `Batches.describe` has them.
+        described: the batches, as `Batches.describe` has them; `known_text`: about which share of them the model was
+            calibrated or trained on.
         task: the Hub's name of what the model is for.
         measured: `perplexity`, `divergence` (`Divergence.to_dict`) and `metric` of the pruned model, each or None.
         beside: the model that the divergence is from.
@@ -40,6 +41,8 @@ def text_results(
         found.append((metric["name"], capitalised(metric["title"]), metric["pruned"]))
     read = {"protocol": described["protocol"], "fingerprint": described["fingerprint"][:16]}
     read |= {} if dtype is None else {"dtype": dtype}
+    # A reader takes it for held-out text otherwise.
+    read |= {f"{what}_on": f"about {share:.0%} of it" for what, share in (described.get("known_text") or {}).items()}
     return [
         EvalResult(
             task_type=task,

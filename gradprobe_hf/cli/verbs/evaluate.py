@@ -106,7 +106,7 @@ class _Loaded:
 
 def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.checkpoint.card_results import check_card
-    from gradprobe_hf.checkpoint.origin import check_made_of, stored_report
+    from gradprobe_hf.checkpoint.origin import another_than, check_made_of, stored_report
     from gradprobe_hf.cli.output import print_evaluation, print_json
     from gradprobe_hf.evaluation.harness import TaskRequest, check_tasks, evaluate_tasks
     from gradprobe_hf.model.passes.upcast import upcast_products
@@ -123,6 +123,7 @@ def run(options: argparse.Namespace) -> None:
     asked = TaskRequest(options.tasks, progress=shows_progress(options), **how) if options.tasks else None
     manager = check_tasks(asked) if asked else None
     models = {"pruned": _Loaded.from_name(options.model, options.task, **given(options, *SOURCE, *PLACEMENT))}
+    another = None
     if options.against:
         # A revision or a GGUF file is one of MODEL; adapters are folded in unasked, for nothing is pruned here.
         kwargs = {"merge_adapters": None, **given(options, "dtype", "trust_remote_code", *PLACEMENT)}
@@ -133,8 +134,17 @@ def run(options: argparse.Namespace) -> None:
         report, _ = stored_report(options.model, given(options, "revision"))
         for doubt in check_made_of(report, models["dense"].loaded, f"against={options.against!r} (--against)"):
             logger.warning(doubt)
+        another = another_than(report, models["dense"].loaded)
+        if another is not None:
+            logger.warning(
+                "%s was pruned from %r, and --against is %r: unless these are one model, the distance to it is not "
+                "what pruning has cost",
+                options.model,
+                another,
+                options.against,
+            )
     values: dict[str, Any] = {"model": options.model, **given(options, "against")}
-    beside = _beside(models.get("dense"))
+    beside = _beside(models.get("dense"), is_another=another is not None)
     results = []
     with ExitStack() as upcast:
         for one in models.values():
@@ -170,12 +180,12 @@ def _add_to_card(options: argparse.Namespace, results: Sequence[EvalResult]) -> 
         )
 
 
-def _beside(dense: _Loaded | None) -> Original:
-    """What the dense model is called: one that is pruned itself by its name, for it need not be what MODEL is of."""
+def _beside(dense: _Loaded | None, is_another: bool) -> Original:
+    """What the dense model is called: one that is pruned itself, or need not be what MODEL is of, by its name."""
     from gradprobe_hf.report.build import published_name
     from gradprobe_hf.report.original import DENSE, Original, original_of
 
-    if dense is None or original_of(dense.loaded.origin) == DENSE:
+    if dense is None or (original_of(dense.loaded.origin) == DENSE and not is_another):
         return DENSE
     name = published_name(dense.model)
     return Original(name, name, f"{name}'s")

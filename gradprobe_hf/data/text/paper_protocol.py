@@ -70,7 +70,10 @@ def paper_batches(source: Any, model: PreTrainedModel, processing_class: Any, sp
     context = longest_text(model)
     length = min(LONGEST, context or LONGEST) if spec.length is None else spec.length
     if context is not None and length > context:
-        raise ValueError(f"windows of {length} tokens are more than the {context} positions of {type(model).__name__}.")
+        raise ValueError(
+            f"sequence_length={length} is more than the {context} positions of {type(model).__name__}; pass "
+            f"sequence_length={context}."
+        )
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     text = SEPARATOR.join(_texts(opened.rows, spec.text_column or "text"))
     # `verbose=False`: a tokenizer warns that a whole text is longer than its model's context, and it is cut below.
@@ -78,7 +81,10 @@ def paper_batches(source: Any, model: PreTrainedModel, processing_class: Any, sp
     ids = torch.tensor(encoded["input_ids"], dtype=torch.long)
     windows = len(ids) // length
     if not windows:
-        raise ValueError(f"{opened.name} holds {len(ids):,} tokens, less than one window of {length}.")
+        raise ValueError(
+            f"{opened.name} holds {len(ids):,} tokens, less than one window of {length}: give more text, or "
+            "ask for shorter windows (sequence_length, --sequence-length)."
+        )
     protocol = (
         f"the paper protocol: all {windows} full windows of {length} tokens, in order, of the rows joined by blank "
         f"lines and tokenised once ({_beginning(tokenizer, ids)})"
