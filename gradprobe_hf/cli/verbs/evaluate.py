@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gradprobe_hf.data.batches import Batches
     from gradprobe_hf.model.loading.load import Loaded
     from gradprobe_hf.report.original import Original
+    from gradprobe_hf.report.report import Report
     from gradprobe_hf.tasks.table import Task
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class _Loaded:
 
 def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.checkpoint.card_results import check_card
-    from gradprobe_hf.checkpoint.origin import another_than, check_made_of, stored_report
+    from gradprobe_hf.checkpoint.origin import stored_report
     from gradprobe_hf.cli.output import print_evaluation, print_json
     from gradprobe_hf.evaluation.harness import TaskRequest, check_tasks, evaluate_tasks
     from gradprobe_hf.model.passes.upcast import upcast_products
@@ -123,7 +124,7 @@ def run(options: argparse.Namespace) -> None:
     asked = TaskRequest(options.tasks, progress=shows_progress(options), **how) if options.tasks else None
     manager = check_tasks(asked) if asked else None
     models = {"pruned": _Loaded.from_name(options.model, options.task, **given(options, *SOURCE, *PLACEMENT))}
-    another = None
+    is_another = False
     if options.against:
         # A revision or a GGUF file is one of MODEL; adapters are folded in unasked, for nothing is pruned here.
         kwargs = {"merge_adapters": None, **given(options, "dtype", "trust_remote_code", *PLACEMENT)}
@@ -132,19 +133,9 @@ def run(options: argparse.Namespace) -> None:
         task = options.task or (own.name if own is not None and own.embeds else None)
         models["dense"] = _Loaded.from_name(options.against, task, **kwargs)
         report, _ = stored_report(options.model, given(options, "revision"))
-        for doubt in check_made_of(report, models["dense"].loaded, f"against={options.against!r} (--against)"):
-            logger.warning(doubt)
-        another = another_than(report, models["dense"].loaded)
-        if another is not None:
-            logger.warning(
-                "%s was pruned from %r, and --against is %r: unless these are one model, the distance to it is not "
-                "what pruning has cost",
-                options.model,
-                another,
-                options.against,
-            )
+        is_another = _is_doubted(options, report, models["dense"])
     values: dict[str, Any] = {"model": options.model, **given(options, "against")}
-    beside = _beside(models.get("dense"), is_another=another is not None)
+    beside = _beside(models.get("dense"), is_another)
     results = []
     with ExitStack() as upcast:
         for one in models.values():
@@ -178,6 +169,28 @@ def _add_to_card(options: argparse.Namespace, results: Sequence[EvalResult]) -> 
         logger.warning(
             "nothing was added to the card: a loss by itself is no result that the Hub shows, give a --metric"
         )
+
+
+def _is_doubted(options: argparse.Namespace, report: Report | None, dense: _Loaded) -> bool:
+    """Say what speaks against a model as what MODEL was pruned from; whether it is called otherwise.
+
+    Args:
+        report: MODEL's.
+    """
+    from gradprobe_hf.checkpoint.origin import another_than, check_made_of
+
+    for doubt in check_made_of(report, dense.loaded, f"against={options.against!r} (--against)"):
+        logger.warning(doubt)
+    if (made_of := another_than(report, dense.loaded)) is None:
+        return False
+    logger.warning(
+        "%s was pruned from %r, and --against is %r: unless these are one model, the distance to it is not what "
+        "pruning has cost",
+        options.model,
+        made_of,
+        options.against,
+    )
+    return True
 
 
 def _beside(dense: _Loaded | None, is_another: bool) -> Original:

@@ -259,9 +259,8 @@ def _marked_backward(clock: StageClock) -> Iterator[None]:
 @contextmanager
 def _marked_loaders(clock: StageClock, waited: Waited) -> Iterator[None]:
     original, begin = _BaseDataLoaderIter.__next__, DataLoader.__iter__
-    starting: defaultdict[int, float] = defaultdict(
-        float
-    )  # the id of a data set -> seconds in which none of its batches came
+    # The id of a data set -> seconds of beginning and ending it, in which no batch came.
+    starting: defaultdict[int, float] = defaultdict(float)
 
     @functools.wraps(begin)
     def beginning(self: Any) -> Any:
