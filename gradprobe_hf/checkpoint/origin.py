@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from gradprobe_hf.config.config import CONFIG_NAME, GradProbeConfig
 from gradprobe_hf.model.loading.load import Loaded
 from gradprobe_hf.report.build import published_name
+from gradprobe_hf.report.original import DENSE, original_of
 from gradprobe_hf.report.report import REPORT_NAME, Report
 from gradprobe_hf.runtime.paths import looks_like_path
 
@@ -47,7 +48,8 @@ def another_than(report: Report | None, dense: Loaded) -> str | None:
     Args:
         report: of the pruned model. Of one with an adapter folded in `check_made_of` knows more.
     """
-    if report is None or report.model.get("adapter") is not None:
+    # Of a model that had been pruned before, the report does not say what the dense one was.
+    if report is None or report.model.get("adapter") is not None or original_of(report.model) != DENSE:
         return None
     made_of, given = (str(name or "") for name in (report.model.get("name"), published_name(dense.model)))
     is_same = PurePosixPath(made_of).name.lower() == PurePosixPath(given).name.lower()
