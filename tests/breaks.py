@@ -48,8 +48,8 @@ BREAKS = [
     Break(
         "texts as long as the longest of their batch",
         "tasks/predictions.py",
-        "_decoded(_cut_off(ids, labels), processing_class)",
-        "_decoded(ids, processing_class)",
+        "ids = _cut_off(ids, labels,",
+        "_cut_off(ids, labels,",
         "test_task_metrics.py",
     ),
     Break(
@@ -76,8 +76,8 @@ BREAKS = [
     Break(
         "rows of an evaluation are samples of a trial",
         "profiling/fixing/trial.py",
-        "if not self._loaders.is_own:",
-        "if False:",
+        "(self._samples if is_own else self._foreign).append(",
+        "self._samples.append(",
         "test_profiling_fixes.py",
     ),
     Break(

@@ -459,6 +459,15 @@ def test_adapters_are_measured_beside_other_models(tmp_path, monkeypatch):
     assert not made  # what is wrong with the second is found before the first is loaded
 
 
+def test_what_opens_a_private_repository_is_used_before_it_is_loaded(monkeypatch):
+    asked = []
+    monkeypatch.setattr("gradprobe_hf.bench.bench.stored_adapter", lambda name, where: asked.append(where))
+    where = {"token": "hf_x", "local_files_only": True}
+    with pytest.raises(OSError, match="cannot load 'nobody/private'"):
+        bench_pretrained("nobody/private", **where)
+    assert asked == [where]
+
+
 def test_files_of_a_subfolder_of_the_hub_are_those_that_were_fetched(tmp_path):
     snapshot = tmp_path / "models--x--y" / "snapshots" / "1234"
     cases.build("llama").save_pretrained(snapshot / "sub")

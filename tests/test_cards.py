@@ -294,6 +294,16 @@ def test_what_is_said_in_a_card_of_somebody_elses_stays(tmp_path):
         check_card(tmp_path)
 
 
+def test_a_result_of_known_text_replaces_one_that_did_not_say_so():
+    read = {"protocol": "p", "fingerprint": "f"}
+    plain, told, other = (
+        EvalResult("text-generation", "d", "d", "perplexity", 10.0, metric_args=args)
+        for args in (read, {**read, "calibrated_on": "about 12% of it"}, {**read, "fingerprint": "g"})
+    )
+    assert _same(plain, told)
+    assert not _same(plain, other)
+
+
 def test_a_task_of_the_harness_is_replaced_by_its_name():
     one = [EvalResult("text-generation", "arc", "arc", "acc", value, metric_name="acc, 0-shot") for value in (0.1, 0.2)]
     five = EvalResult("text-generation", "arc", "arc", "acc", 0.3, metric_name="acc, 5-shot")

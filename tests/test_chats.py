@@ -94,7 +94,7 @@ def test_completions_that_were_not_wanted_are_left_out():
     options = {"length": 200, "packing": False, "model": LONG, "tokenizer": chatting(CHATML)}
     found, wanted = (load(given, samples=1, **options) for given in (rows, rows[1:]))
     assert torch.equal(found.items[0]["input_ids"], wanted.items[0]["input_ids"])
-    assert "where 'label' is true" in found.protocol
+    assert "but where 'label' is false" in found.protocol
 
 
 WITH_TOOLS = (

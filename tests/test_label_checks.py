@@ -453,6 +453,10 @@ def test_words_of_another_number_than_their_labels_are_refused():
     rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [1, 2]] * 2, "labels": [[0, 1], [0, 1, 2]] * 2})
     with pytest.raises(ValueError, match=r"a row has 3 input_ids and 2 labels: give one for each token"):
         prune(model, rows)
+    vilt = hf.ViltConfig(**BERT, image_size=16, patch_size=8, num_labels=3, max_image_length=-1)
+    model = seeded(hf.ViltForQuestionAnswering, vilt)
+    row = {"input_ids": [1, 2, 3, 4], "pixel_values": torch.zeros(3, 16, 16).tolist(), "labels": [0.3, 1.0, 0.0]}
+    assert prune(model, Dataset.from_list([row] * 4), apply=False).masks  # one for each answer
 
 
 def test_one_label_a_row_of_a_class_that_no_task_is_known_of_is_refused():

@@ -171,6 +171,29 @@ def test_an_evaluation_is_in_no_trial(script):
     assert max(trial.seconds) < 0.5
 
 
+def test_a_second_loader_that_trains_is_no_evaluation(script):
+    """Steps that take turns: those on the other had no samples, and what the loop did for them was in no step."""
+    turns = """
+import torch
+from torch.utils.data import DataLoader
+import time
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+rows = torch.ones(400, 8)
+other = iter(DataLoader(torch.ones(400, 8), 6))
+for step, (one, more) in enumerate(zip(DataLoader(rows, 4), DataLoader(rows, 12))):
+    model(one).sum().backward()
+    if step % 2:
+        model(next(other)).sum().backward()
+        time.sleep(0.1)
+    optimizer.step()
+"""
+    script.write_text(turns)
+    trial = run_trial(str(script), [], None, 5, 4)
+    assert trial.samples == 4 + 12 + 6 / 2
+    assert sum(one > 0.1 for one in trial.seconds) == 2
+
+
 def test_what_rounds_do_not_agree_on_is_no_gain():
     class Wavering(Trials):
         def __call__(self, change):

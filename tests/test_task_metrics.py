@@ -233,6 +233,16 @@ def test_how_long_a_text_may_be_is_no_matter_of_its_batch():
     (alone,), _ = written_texts(model, {"input_ids": ids[1:], "labels": labels[1:, :5]}, cases.tokenizer())
     assert short == alone
     assert short
+    # Whisper leaves out what its decoder begins with.
+    model, processor = labelled.build("whisper"), labelled.CASES["whisper"].processor()
+    model.generation_config.eos_token_id = None
+    (batch,) = labelled.batches("whisper", labelled.CASES["whisper"].rows(), samples=2, batch_size=2).items
+    batch["labels"][1, 3:] = -100
+    (_, short), _ = written_texts(model, batch, processor)
+    one = {name: value[1:] for name, value in batch.items()} | {"labels": batch["labels"][1:, :3]}
+    (alone,), _ = written_texts(model, one, processor)
+    assert short == alone
+    assert short
 
 
 def test_a_mask_of_pairs_of_tokens_hides_no_token_from_the_metric():

@@ -413,6 +413,23 @@ def test_what_a_run_of_ones_own_remembers_goes_on_with_it(remembers, tmp_path, c
         assert "StatePruningCallback goes on at step 8 and knows nothing of the steps before" in caplog.text
 
 
+def test_a_checkpoint_that_is_refused_leaves_no_callback_behind(tmp_path):
+    class Refusing(StatePruningCallback):
+        def restore(self, folder):
+            raise ValueError("of another run")
+
+    model, masks = half_pruned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refusing = Refusing(0.6, "magnitude")
+    with pytest.raises(ValueError, match="of another run"), attached(refusing, model, optimizer, 3, tmp_path):
+        pass
+    with attached(SparsityCallback(masks), model, optimizer):
+        pass
+    begun = attached(SparsityCallback(masks), model, optimizer, checkpoint=tmp_path)
+    with pytest.raises(ValueError, match="say how many steps it took"), begun:
+        pass
+
+
 def test_conv1d_is_masked_the_right_way_round(tmp_path):
     model, masks = half_pruned("gpt2")
     name = next(name for name in masks if "c_attn" in name)

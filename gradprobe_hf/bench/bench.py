@@ -20,7 +20,7 @@ from gradprobe_hf.bench.subject import Facts, Workload
 from gradprobe_hf.bench.worker import Worker
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
 from gradprobe_hf.model.loading.adapters import check_mergeable, stored_adapter
-from gradprobe_hf.model.loading.checks import check_dtype, check_placement, check_source
+from gradprobe_hf.model.loading.checks import check_dtype, check_placement, check_source, load_errors
 from gradprobe_hf.model.loading.load import SOURCE_KWARGS, load_config
 from gradprobe_hf.report.build import versions
 from gradprobe_hf.runtime.option_checks import one_of, whole
@@ -79,13 +79,13 @@ def bench_pretrained(
     if torch.cuda.is_available():
         from_pretrained_kwargs.setdefault("device_map", "cuda")
     source = {key: value for key, value in from_pretrained_kwargs.items() if key in SOURCE}
-    folded = _folded(names, from_pretrained_kwargs, source)
+    folded = _folded(names, from_pretrained_kwargs)
     with started(names, [("load", name, task, from_pretrained_kwargs | folded[name]) for name in names]) as workers:
         found = measured(names, workers, prompt_length, new_tokens, repeats, progress)
     return found.with_sizes([_sizes(name, source) for name in names])
 
 
-def _folded(names: Sequence[str], options: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
+def _folded(names: Sequence[str], options: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
     """For each model whether an adapter is folded in, where that is asked for: others are measured beside it.
 
     Raises:
@@ -93,12 +93,15 @@ def _folded(names: Sequence[str], options: Mapping[str, Any], source: Mapping[st
         OSError: there is no such model: before the others are loaded.
     """
     merge = bool(options.get("merge_adapters"))
-    adapters = {name: stored_adapter(name, dict(source)) for name in names}
-    for name, adapter in adapters.items():
-        if adapter is not None:
+    source = {key: value for key, value in options.items() if key in SOURCE_KWARGS}
+    adapters = {}
+    for name in names:
+        with load_errors(name):
+            adapters[name] = stored_adapter(name, source)
+        if (adapter := adapters[name]) is not None:
             check_mergeable(adapter, merge)
         elif options.get("gguf_file") is None:
-            load_config(name, **{key: value for key, value in options.items() if key in SOURCE_KWARGS})
+            load_config(name, **source)
     if not merge:
         return {name: {} for name in names}
     found = {name: {"merge_adapters": adapter is not None} for name, adapter in adapters.items()}

@@ -14,7 +14,8 @@ from gradprobe_hf.runtime.paths import expanded, folder_name
 
 # Of one pass over a text: a divergence stands beside the perplexity that was measured with it, or not at all.
 _OF_ONE_PASS = {"perplexity", "kl_divergence", "top1_agreement"}
-_OF_ONE_DATA = ("unique_identifier", "dataset_args", "metric_args", "source_url")
+_OF_ONE_DATA = ("unique_identifier", "dataset_args", "source_url")
+_NOTES = ("calibrated_on", "trained_on")  # arguments of a metric that say of the text what the model knows of it
 
 
 def check_card(folder: str | Path) -> None:
@@ -75,8 +76,13 @@ def _but_metrics(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same(one: EvalResult, other: EvalResult) -> bool:
-    if any(getattr(one, name) != getattr(other, name) for name in _OF_ONE_DATA):
+    if any(getattr(one, name) != getattr(other, name) for name in _OF_ONE_DATA) or _read(one) != _read(other):
         return False
     if one.metric_args and {one.metric_type, other.metric_type} <= _OF_ONE_PASS:
         return True
     return (one.metric_type, one.metric_name) == (other.metric_type, other.metric_name)
+
+
+def _read(result: EvalResult) -> dict[str, Any]:
+    """How the data was read."""
+    return {name: value for name, value in (result.metric_args or {}).items() if name not in _NOTES}

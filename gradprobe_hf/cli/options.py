@@ -123,7 +123,8 @@ class CommandParser(argparse.ArgumentParser):
             self.error("the verb comes first, its options after it")
         if rest:
             unknown = unknown_flag(rest[0], self.chosen._option_string_actions).rstrip(".")
-            whose = "; if it is the script's, write it behind --" if self.chosen.passes_on else ""
+            is_script = getattr(options, "what", None) == "script"
+            whose = "; if it is the script's, write it behind --" if is_script else ""
             self.chosen.error(unknown + whose)
         return options
 

@@ -48,9 +48,12 @@ def prepared_batches(
     for row in rows:
         one = {name: tensor_of(name, _of_choices(name, row, reader) if choosing else row[name]) for name in columns}
         labels = _choice(row, one) if choosing else _row_label(row, reader, task)
-        if labels is not None and not (task.one_label or choosing or decodes_labels(model)):
-            check_one_length({**one, "labels": labels}, ("labels",))
-        made.append(one if labels is None else {**one, "labels": labels})
+        if labels is not None:
+            one["labels"] = labels
+            # Fractions are one for each answer, of several that are right.
+            if not (labels.is_floating_point() or choosing or task.one_label or decodes_labels(model)):
+                check_one_length(one, ("labels",))
+        made.append(one)
     felt = ("input_ids",) if choosing or feels_padding(model) else ()
     felt = (*felt, "labels") if embeds_labels(model) else felt  # which cannot be padded with -100
     alike = all(len({one[name].shape for one in made if name in one}) <= 1 for name in felt)

@@ -54,7 +54,9 @@ def written_texts(model: Any, batch: Mapping[str, Any], processing_class: Any) -
         num_beams=1,
         synced_gpus=_is_sharded(model),
     )
-    return _decoded(_cut_off(ids, labels), processing_class), _decoded(labels, processing_class)
+    begun = model.generation_config.decoder_start_token_id
+    ids = _cut_off(ids, labels, int((ids[:, 0] == begun).all()) if isinstance(begun, int) else 0)
+    return _decoded(ids, processing_class), _decoded(labels, processing_class)
 
 
 def transcribed(model: Any, batch: Mapping[str, Any], processing_class: Any) -> Predicted:
@@ -82,9 +84,13 @@ def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name not in ("labels", "decoder_input_ids")}
 
 
-def _cut_off(ids: Tensor, labels: Tensor) -> Tensor:
-    """Texts `[rows, tokens]` as long as each may be: a batch goes on for the longest of its references `labels`."""
-    may_be = 1 + (labels != IGNORED).sum(1, keepdim=True) + SLACK  # behind what the decoder begins with
+def _cut_off(ids: Tensor, labels: Tensor, begun: int) -> Tensor:
+    """Texts `[rows, tokens]` as long as each may be: a batch goes on for the longest of its references `labels`.
+
+    Args:
+        begun: tokens that are not written; Whisper leaves its own out.
+    """
+    may_be = begun + (labels != IGNORED).sum(1, keepdim=True) + SLACK
     return ids.masked_fill(torch.arange(ids.shape[1], device=ids.device) >= may_be.to(ids.device), IGNORED)
 
 

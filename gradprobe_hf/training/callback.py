@@ -245,7 +245,7 @@ def attached(
         The callback, after its `begin`. Hooks are gone when the `with` ends, also by an error.
 
     Raises:
-        ValueError: what the callback cannot work with; see its class.
+        ValueError: what the callback cannot work with; see its class. A checkpoint without a step, or of another run.
 
     Example:
         >>> import torch
@@ -260,9 +260,17 @@ def attached(
     """
     if not isinstance(callback, StepCallback):
         raise TypeError(f"callback must be a StepCallback, got {type(callback).__name__}.")
+    if checkpoint is not None and not step:
+        raise ValueError(
+            f"checkpoint={str(checkpoint)!r} is that of a run that goes on: say how many steps it took (step)."
+        )
     callback.start(model, optimizer, step)
     if checkpoint is not None:
-        callback.restore(Path(checkpoint))
+        try:
+            callback.restore(Path(checkpoint))
+        except BaseException:
+            callback.finish()
+            raise
     elif step and callback.remembers:
         logger.warning(
             "%s goes on at step %d and knows nothing of the steps before: call its save(folder) with each checkpoint, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import Any, TypeAlias
 
 from gradprobe_hf.data.sources import Source, class_names
@@ -60,7 +61,7 @@ def named_columns(opened: Source, options: TextOptions) -> str:
     first = _first_row(opened)
     if (column := _column(opened, options, first)) is not None:
         return f" of the column {column!r}"
-    where = f", where {_WANTED!r} is true" if isinstance(first.get(_WANTED), bool) else ""
+    where = f", but where {_WANTED!r} is false" if isinstance(first.get(_WANTED, ""), (bool, NoneType)) else ""
     return f" of the columns {PROMPT!r} and {COMPLETION!r}{where}"
 
 

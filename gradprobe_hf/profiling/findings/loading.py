@@ -24,8 +24,8 @@ def _waits(seen: Observation) -> list[Finding]:
 
 # By whether the time goes into workers that start anew, and whether there are none.
 _REMEDIES = {
-    (True, False): "keep them: DataLoader(..., persistent_workers=True), dataloader_persistent_workers=True in "
-    "TrainingArguments; or make a row cheaper",
+    (True, False): "keep them: one DataLoader for all epochs, with persistent_workers=True "
+    "(dataloader_persistent_workers=True in TrainingArguments); or make a row cheaper",
     (False, False): "make a row cheaper, or prepare rows beforehand (datasets.map); more workers if there are idle "
     "cores",
     (False, True): "load beside the training: DataLoader(..., num_workers=2, persistent_workers=True), "

@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from gradprobe_hf.profiling.observing.batch_contents import contents_of
 from gradprobe_hf.profiling.observing.joined import watching
 from gradprobe_hf.profiling.observing.loaders import TrainingLoaders
 from gradprobe_hf.profiling.observing.observation import Observation
-from gradprobe_hf.profiling.observing.stages import StageClock, Wait, marked_stages
+from gradprobe_hf.profiling.observing.stages import StageClock, Wait, marked_stages, models_of, watched_passes
 from gradprobe_hf.runtime.device_time import now
 
 
@@ -31,7 +31,7 @@ from gradprobe_hf.runtime.device_time import now
 class Trial:
     """Attributes:
     done: what the change changed; empty: nothing.
-    seconds: of each timed step, without evaluations between them.
+    seconds: of each timed step, without the evaluations between them that were told apart.
     samples: a step, on average; None where batches do not tell.
     losses: what each backward pass began at, from the first step on; NaN where that is no number.
     memory: bytes behind the first step at their fullest: of the process, or allocated on the device.
@@ -51,8 +51,8 @@ class _Watch:
     """Counts steps of the first optimizer that takes one, or those that a loop says, and ends the script behind the
     last.
 
-    Batches of other loaders than those of the steps are an evaluation's, and a step begins with what it fetches behind
-    them.
+    A step begins behind the passes of an evaluation, told as the recorder tells one: passes without gradients before
+    the step has fetched a batch of its own. One on the loader that trains, behind the end of an epoch, is not told.
     """
 
     warmup: int
@@ -64,29 +64,47 @@ class _Watch:
     _steps: int = 0
     _samples: list[int | None] = field(default_factory=list)
     _loaders: TrainingLoaders = field(default_factory=TrainingLoaders)
+    _foreign: list[int | None] = field(default_factory=list)  # of a loader that did not feed the last step
     _evaluates: bool = False
+    marks: ExitStack = field(default_factory=ExitStack)
     _optimizer: Optimizer | None = None
     _says_steps_itself: bool = False
     _since: float = 0.0
 
     def waited(self, wait: Wait, batch: Any, iterator: Any) -> None:
         self._loaders.fetched(iterator, wait.processes)
-        if not self._loaders.is_own:
-            self._evaluates = True
-            return
-        if self._evaluates:
-            self._evaluates = False
-            self._loaders.begin_step()
+        is_own = self._loaders.is_own
+        if is_own and self._evaluates:
+            self._begin_anew(now(compute_device()) - wait.seconds)
             self._loaders.fetched(iterator, wait.processes)
-            self._since = now(compute_device()) - wait.seconds
+            self._evaluates = False
         # The batches of the first step may be more than its own.
         if 0 < self._steps < self.warmup:
             found = contents_of(batch)
-            self._samples.append(found.samples if found else None)
+            (self._samples if is_own else self._foreign).append(found.samples if found else None)
+
+    def _pass_begins(self) -> None:
+        if torch.is_grad_enabled():  # on another loader's batch too, where steps take turns
+            self._evaluates = False
+            self._samples += self._foreign
+            self._foreign.clear()
+        elif self._loaders.are_known and not self._loaders.has_batch:
+            self._evaluates = True
+
+    def _pass_ended(self) -> None:
+        if self._evaluates:
+            self._begin_anew(now(compute_device()))
+
+    def _begin_anew(self, since: float) -> None:
+        """What was before belongs to no step."""
+        self._foreign.clear()
+        self._loaders.begin_step()
+        self._since = since
 
     def stepped(self, optimizer: Optimizer) -> None:
         if self._optimizer is None:
             self._optimizer = optimizer
+            self.marks.enter_context(watched_passes(models_of(optimizer), self._pass_begins, self._pass_ended))
         if optimizer is self._optimizer and not self._says_steps_itself:
             self._end_step()
 
@@ -108,6 +126,7 @@ class _Watch:
     def _end_step(self) -> None:
         self._steps += 1
         self._loaders.end_step()
+        self._foreign.clear()
         self._evaluates = False
         ended = now(compute_device())
         if self._steps > self.warmup:
@@ -132,7 +151,7 @@ def run_trial(script: str, arguments: list[str], change: str | None, warmup: int
     row = change_named(change) if change else None
     made = row.made() if row else nullcontext([])
     marks = marked_stages(StageClock(), watch.waited, watch.stepped)
-    with made as done, _kept_losses(watch.losses), marks, watching(watch):
+    with made as done, _kept_losses(watch.losses), marks, watching(watch), watch.marks:
         run_as_main(script, arguments)
     return Trial(done, watch.seconds, watch.samples(), [float(one) for one in watch.losses], watch.memory, watch.room)
 

@@ -31,6 +31,11 @@ class TrainingLoaders:
         """Whether any step has ended that a loader fed."""
         return bool(self._known)
 
+    @property
+    def are_several(self) -> bool:
+        """Whether more than one has fed the step."""
+        return len(self._of_step) > 1
+
     def fetched(self, iterator: Any, processes: int) -> None:
         """A batch came from an iterator of torch's `DataLoader`, for so many processes."""
         self._latest = _Loader(weakref.ref(iterator), id(iterator._dataset))

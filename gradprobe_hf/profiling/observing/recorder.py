@@ -49,7 +49,7 @@ from gradprobe_hf.runtime.device_time import now
 Phase = Literal["warmup", "timed", "traced", "located"]
 _ORDER: tuple[Phase, ...] = ("warmup", "timed", "traced", "located")
 _PICTURED = 3  # steps of which every stretch is kept
-_SEVERAL_AFTER = 3  # steps in a row that fetch more than one batch a pass; a loader that fetches ahead does so once
+_SEVERAL_AFTER = 3  # steps of several loaders in a row with more batches than passes; one that fetches ahead has one
 _OVER_AFTER = 10  # steps of another optimizer without one of the first: more than a discriminator takes for one
 _BESIDE = "a thread of the script's own fetches the batches, beside the steps"
 
@@ -281,10 +281,10 @@ class Recorder:
             self._calls.append(self._watch.cut())
             self._modules.keep()
         more = len(self._ahead) - self._there_before
-        self._left_over = self._left_over + 1 if more > 0 else 0
+        self._left_over = self._left_over + 1 if more > 0 and self._loaders.are_several else 0
         if not self._takes_passes:  # they are not seen of a model that is compiled: as fetched
             self._take(len(self._ahead))
-        elif self._left_over >= _SEVERAL_AFTER:  # a pass takes several, of two loaders say
+        elif self._left_over >= _SEVERAL_AFTER:  # a pass takes one of each
             if self._left_over == _SEVERAL_AFTER:  # the steps so far had more than was counted
                 self._forget_contents()
             self._take(more)
