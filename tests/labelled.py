@@ -145,10 +145,11 @@ def _wav2vec2_processor() -> Wav2Vec2Processor:
     import json
     import tempfile
 
-    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
-        letters = ["<pad>", "<s>", "</s>", "<unk>", "|", *"abcdefghijklmnopqrstuvwxyz"]
+    letters = ["<pad>", "<s>", "</s>", "<unk>", "|", *"abcdefghijklmnopqrstuvwxyz"]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:  # it takes a file alone
         json.dump({letter: number for number, letter in enumerate(letters)}, file)
-    spelled = Wav2Vec2CTCTokenizer(file.name)
+        file.flush()
+        spelled = Wav2Vec2CTCTokenizer(file.name)
     extractor = Wav2Vec2FeatureExtractor(sampling_rate=16_000, return_attention_mask=True)
     return Wav2Vec2Processor(feature_extractor=extractor, tokenizer=spelled)
 
