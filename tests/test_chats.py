@@ -95,6 +95,10 @@ def test_completions_that_were_not_wanted_are_left_out():
     found, wanted = (load(given, samples=1, **options) for given in (rows, rows[1:]))
     assert torch.equal(found.items[0]["input_ids"], wanted.items[0]["input_ids"])
     assert "but where 'label' is false" in found.protocol
+    for label in (0, 1.0, "False"):  # of a table that knows no booleans, or of classes: nobody can tell
+        with pytest.raises(ValueError, match=f"row 1: the column 'label' holds {label!r}"):
+            load([{**rows[1], "label": label}], samples=1, **options)
+    assert load([{**rows[1], "label": "arithmetic"}], samples=1, **options)
 
 
 WITH_TOOLS = (

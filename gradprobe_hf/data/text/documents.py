@@ -17,6 +17,7 @@ from gradprobe_hf.tasks.conversation import CHAT_COLUMNS, Chat, Message, Row, fr
 Document: TypeAlias = "str | Chat"
 
 PROMPT, COMPLETION = "prompt", "completion"
+_PERHAPS_WANTED = frozenset(("0", "1", "0.0", "1.0", "true", "false"))  # of which nobody can tell, in another type
 _PREFERRED = ("chosen", "rejected")  # two answers to one prompt
 _WANTED = "label"  # of a completion: false where people did not want it (TRL's unpaired preferences)
 _TEXTS = ("string", "large_string")  # the types of columns
@@ -222,7 +223,13 @@ def _prompt_and_completion(row: Row) -> Document:
 
     One that was not wanted is left out: a model is not to be kept as good at it.
     """
-    if row.get(_WANTED) is False:
+    wanted = row.get(_WANTED)
+    if not isinstance(wanted, bool) and str(wanted).lower() in _PERHAPS_WANTED:
+        raise ValueError(
+            f"the column {_WANTED!r} holds {wanted!r}: it says of a completion whether it was wanted, as true or "
+            f"false. Write it so (dataset.map), or take the column out if it says something else."
+        )
+    if wanted is False:
         return ""
     turns: list[Message] = []
     for column, role in ((PROMPT, "user"), (COMPLETION, "assistant")):
