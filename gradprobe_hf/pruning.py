@@ -136,7 +136,7 @@ def prune_pretrained(
         loss_fn=loss_fn,
         metric_fn=metric_fn,
     )
-    out.check(*folders_of(model_or_id, from_pretrained_kwargs))
+    out.check(*folders_of(model_or_id, from_pretrained_kwargs), resume_dir=resume_dir)
     check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)
     check_outside("resume_dir", resume_dir, output_dir)
     if resume_dir is not None:

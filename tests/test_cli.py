@@ -125,6 +125,15 @@ def test_of_several_processes_the_first_prints(verb, checkpoint, gradprobe, monk
         assert json.loads(out)
 
 
+def test_processes_that_work_for_themselves_all_print(checkpoint, gradprobe, monkeypatch):
+    """Those of an mpirun that are not told where to meet."""
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert gradprobe("inspect", str(checkpoint), "--json")[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert gradprobe("inspect", str(checkpoint), "--json") == (0, "", "")
+
+
 @pytest.mark.slow
 def test_quiet_is_silent_in_a_process_of_its_own(checkpoint, tmp_path):
     """Whatever a library writes past Python's streams would be seen here."""

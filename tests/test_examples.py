@@ -144,6 +144,23 @@ def test_what_a_launcher_starts_joins_by_itself(launcher, checkpoint, text_file,
     check_distributed(launcher, tmp_path / "out", "".join(one.stdout for one in ran))
 
 
+def test_so_does_what_accelerate_starts_by_mpirun(checkpoint, text_file, tmp_path):
+    """Each process would do the whole run by itself, and write the same folder."""
+    started = [
+        scripts.start(
+            EXAMPLES / "prune_distributed.py",
+            *(checkpoint, tmp_path / "out", text_file),
+            environment=common | {f"OMPI_COMM_WORLD_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")},
+        )
+        for common in [{"OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port()}]
+        for rank in range(2)
+    ]
+    ran = [one.wait() for one in started]
+    for one in ran:
+        assert one.returncode == 0, one.stderr
+    check_distributed("torchrun", tmp_path / "out", "".join(one.stdout for one in ran))
+
+
 @pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_each_says_how_it_is_used(script):
     ran = scripts.run(EXAMPLES / script, "--help")

@@ -8,8 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import httpx2
+import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -18,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+from gradprobe_hf.checkpoint.push import kept_in, push_folder
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.loading.stored_files import remember_source
@@ -529,6 +533,47 @@ def test_an_upload_that_fails_says_where_the_checkpoint_is(written, checkpoint, 
     with pytest.raises(OSError, match=rf"answered 500\. The checkpoint is kept in {tmp_path / 'again'}"):
         recover_pretrained(pruned, checkpoint, config, text=str(text_file), **options)
     assert (tmp_path / "again" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_result_whose_only_copy_is_uploaded_is_kept(trains, written, checkpoint, text_file, monkeypatch):
+    """The network may be gone behind hours of work: it is not asked again until all is written."""
+    monkeypatch.setattr("gradprobe_hf.checkpoint.destination.check_push", lambda name, *_: name)
+    monkeypatch.setattr("gradprobe_hf.checkpoint.saving.check_push", lambda *_: pytest.fail("it was asked again"))
+
+    def gone(*_, **__):
+        raise httpx2.ConnectError("connection refused")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", gone)
+    config = RecoveryConfig(steps=1, batch_size=2, sequence_length=16)
+    options = {"text": str(text_file), "evaluation": False, "progress": False}
+    run = partial(recover_pretrained, written[1], checkpoint, config, **options)
+    if not trains:
+        run = partial(prune, str(checkpoint), text_file)
+    with pytest.raises(OSError, match=r"cannot be reached .* The checkpoint is kept in (.*)\.$") as caught:
+        run(push_to_hub="me/tiny")
+    folder = Path(re.search(r"kept in (.*)\.$", str(caught.value))[1])
+    assert inspect_checkpoint(folder).zeros == written[0].report.zeros
+    shutil.rmtree(folder.parent)
+
+
+def test_a_file_that_does_not_go_up_is_said_without_the_signature(tmp_path, monkeypatch):
+    """By huggingface_hub as a RuntimeError, with the reason behind it."""
+
+    def refused(*_, **__):
+        try:
+            raise ValueError("403 Forbidden for url 'https://bucket/model.safetensors?X-Amz-Signature=secret'")
+        except ValueError as error:
+            raise RuntimeError("Error while uploading 'model.safetensors' to the Hub.") from error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: [])
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", refused)
+    with pytest.raises(OSError, match="Error while uploading") as caught, kept_in(tmp_path):
+        push_folder(tmp_path, "me/tiny")
+    assert str(caught.value) == (
+        "Error while uploading 'model.safetensors' to the Hub. 403 Forbidden for url 'https://bucket/model.safetensors'"
+        f" The checkpoint is kept in {tmp_path}."
+    )
 
 
 def test_no_repository_is_made_for_a_recovery_whose_text_is_too_short(written, checkpoint, tmp_path, monkeypatch):

@@ -100,6 +100,16 @@ def test_a_change_is_made_in_a_loop(change, script):
         assert changed.losses != pytest.approx(plain.losses, rel=1e-6)
 
 
+def test_samples_are_those_of_the_steps_that_are_timed(script):
+    """Of 40 rows in batches of 12 the last of four has 4; of 24 the last of two 16."""
+    loader = "DataLoader(Rows(), batch_size={})"
+    epochs = f"(ids for _ in range(9) for ids in {loader.format(12)})"
+    script.write_text(LOOP.format(sleep=0).replace("return 400", "return 40").replace(loader.format(4), epochs))
+    plain, larger = (run_trial(str(script), [], name, 3, 8) for name in (None, "batch-size"))
+    assert (plain.samples, plain.largest) == (10, 12)
+    assert (larger.samples, larger.largest) == (20, 24)
+
+
 def test_changes_are_made_in_a_trainer(script, tmp_path, capsys):
     script.write_text(TRAINER)
     plain = run_trial(str(script), [str(tmp_path)], None, 2, 2)
@@ -124,7 +134,7 @@ class Trials:
         self.order.append(change)
         if isinstance(self.seconds[change], str):
             raise RuntimeError(self.seconds[change])
-        plain = {"done": ["it"] if change else [], "samples": 4.0, "losses": [2.0, 1.0], "memory": 100}
+        plain = {"done": ["it"] if change else [], "samples": 4.0, "largest": 4, "losses": [2.0, 1.0], "memory": 100}
         return Trial(**plain | self.more.get(change or "plain", {}), seconds=[self.seconds[change] * slow] * 3)
 
 
@@ -153,7 +163,7 @@ def test_gains_are_of_runs_side_by_side():
 def test_a_gain_is_of_all_steps():
     """Workers hand out several batches at once, and the median step waits for none."""
     seconds = {None: [1.0] * 4, "workers": [0.1, 0.1, 0.1, 3.7]}
-    runs = lambda change: Trial(["it"] if change else [], seconds[change], 4.0, [2.0, 1.0], 100)  # noqa: E731
+    runs = lambda change: Trial(["it"] if change else [], seconds[change], 4.0, 4, [2.0, 1.0], 100)  # noqa: E731
     (workers,) = try_changes(runs, SEEN, ["workers"], rounds=1).fixes
     assert workers.gains == pytest.approx((1.0,))
 
@@ -357,7 +367,8 @@ class Batches:
         if times > self.fails_above:
             raise RuntimeError("the script ended with 1: out of memory")
         memory = self.begin + self.each * times
-        return Trial(["it"], [self.seconds * times], min(4.0 * times, self.rows), [1.0], memory, self.room)
+        largest = min(4 * times, self.rows)
+        return Trial(["it"], [self.seconds * times], 0.7 * largest, largest, [1.0], memory, self.room)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +384,7 @@ class Batches:
             "10 times as large: the script ended with 1: out of",
         ),
         (Batches(fails_above=3), [1, 2, 4], 2, "4 times as large: the script ended with 1: out of memory"),
-        (Batches(rows=40), [1, 2, 4, 64, 34, 19], 4, "19 times as large: the data set gave 40 samples a step"),
+        (Batches(rows=40), [1, 2, 4, 64, 34, 19], 4, "19 times as large: the largest batch that the data set gave"),
         (Batches(seconds=0.5), [1, 2, 4, 20], 20, "a step of a larger one would take more than 10 s"),
         (Batches(each=300), [1, 2, 4], 4, "by what smaller ones took, no larger one would fit"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradprobe_hf.checkpoint.replacing import put_back, replacing
+from gradprobe_hf.checkpoint.replacing import free_folder, put_back, replacing
 from gradprobe_hf.checkpoint.write import check_destination
 from tests import cases
 
@@ -104,6 +104,25 @@ def test_a_folder_that_nobody_may_list_is_written_into(tmp_path, monkeypatch):
     with replacing(tmp_path / "out") as scratch:
         (scratch / "whole").write_text("whole")
     assert (tmp_path / "out" / "whole").read_text() == "whole"
+
+
+def test_what_is_there_in_the_end_is_not_replaced_unasked(tmp_path, caplog):
+    """Of two runs with one `output_dir` that are saved at the same time."""
+    with replacing(tmp_path / "out", overwrite=False) as scratch:
+        (scratch / "ours").write_text("ours")
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").write_text("theirs")
+    assert names(tmp_path / "out") == ["theirs"]
+    assert names(tmp_path / "out-2") == ["ours"]
+    assert "the result is in" in caplog.text
+
+
+def test_a_folder_that_another_run_is_writing_is_taken(tmp_path):
+    assert free_folder(tmp_path / "out") == tmp_path / "out"
+    with replacing(tmp_path / "out"):
+        assert free_folder(tmp_path / "out") == tmp_path / "out-2"
+    (tmp_path / ".other.partial-1").mkdir()  # of a run that was killed
+    assert free_folder(tmp_path / "other") == tmp_path / "other"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -484,6 +484,18 @@ def test_killed_while_the_state_is_removed_at_the_end_it_goes_on(removed, tmp_pa
     assert not (tmp_path / "state").exists()
 
 
+def test_killed_behind_its_checkpoint_it_says_that_this_may_be_whole(tmp_path):
+    """The same call finds the folder there, and would never end well."""
+    out, state = tmp_path / "out", tmp_path / "state"
+    batches, given = cases.batches("llama"), {"output_dir": out, "resume_dir": state}
+    cases.prune(cases.build("llama"), batches, output_dir=out)
+    with pytest.raises(FileExistsError, match=r"--overwrite\)\.$"):
+        cases.prune(cases.build("llama"), batches, **given)
+    state.mkdir()
+    with pytest.raises(FileExistsError, match=r"killed as it ended: then the result is whole, and '.*state'"):
+        cases.prune(cases.build("llama"), batches, **given)
+
+
 def test_interrupted_while_the_state_is_removed_the_model_is_as_it_was(tmp_path, monkeypatch):
     model = cases.build("llama")
     before = weights_fingerprint(model)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -16,14 +14,13 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.push import check_not_read, check_push, check_repository_name, kept_in, push_folder
 from gradprobe_hf.checkpoint.reloads import check_reloads
-from gradprobe_hf.checkpoint.saving import Savable
+from gradprobe_hf.checkpoint.replacing import free_folder
+from gradprobe_hf.checkpoint.saving import Savable, upload
 from gradprobe_hf.checkpoint.write import check_configurations, check_destination, check_room, write_checkpoint
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,16 +70,25 @@ class Destination:
             check_repository_name(repo_id)
         return cls(output_dir, overwrite, repo_id, private, token)
 
-    def check(self, *model_names: str) -> None:
+    def check(self, *model_names: str, resume_dir: str | Path | None = None) -> None:
         """Raise FileExistsError, before anything is loaded, for a folder that must not be replaced.
 
         Args:
             model_names: of the models that are read.
+            resume_dir: where a state of this run may be: of one that was killed as it removed that.
         """
         if self.output_dir is None:
             return
         for name in model_names:
-            join_processes().on_main(partial(check_destination, self.output_dir, name, self.overwrite))
+            try:
+                join_processes().on_main(partial(check_destination, self.output_dir, name, self.overwrite))
+            except FileExistsError as error:
+                if resume_dir is None or not Path(resume_dir).exists():
+                    raise
+                raise FileExistsError(
+                    f"{error} Or this run has written it and was killed as it ended: then the result is whole, and "
+                    f"{str(resume_dir)!r} (resume_dir) can go."
+                ) from error
 
     def checked(
         self,
@@ -131,13 +137,13 @@ class Destination:
         assert self.output_dir is not None
         try:
             check_destination(self.output_dir, model_name, self.overwrite)
-            return self.output_dir
+            if self.overwrite:
+                return self.output_dir
         except FileExistsError:
-            path = Path(os.path.abspath(self.output_dir))
-            beside = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-            free = next(one for one in beside if not one.exists())
-            logger.warning("%s was made while this ran, and is left as it is: the result is in %s.", path, free)
-            return free
+            pass
+        path = Path(os.path.abspath(self.output_dir))
+        free = free_folder(path)
+        return self.output_dir if free == path else free
 
     def write(self, result: Savable, stopwatch: Stopwatch) -> Report:
         """Save and upload the model as it is now. Returns the report, as it was saved if it was."""
@@ -153,7 +159,7 @@ class Destination:
         if self.repo_id is not None:
             with stopwatch("upload"):
                 if self.output_dir is None:
-                    result.push_to_hub(self.repo_id, token=self.token)
+                    upload(result, self.repo_id, token=self.token)
                 elif writes:
                     with kept_in(self.output_dir):
                         push_folder(self.output_dir, self.repo_id, token=self.token)

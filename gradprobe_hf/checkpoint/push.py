@@ -190,3 +190,7 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
                 "organisation, or log in with a token that has write permission."
             ) from error
         raise OSError(f"the Hub answered {status} for {repo_id}: {error.server_message or error}") from error
+    except RuntimeError as error:  # of a single file, by huggingface_hub and by hf_xet
+        why = f" {error.__cause__}" if error.__cause__ is not None else ""
+        # What an address asks with may be its signature.
+        raise OSError(re.sub(r"(https?://[^\s?]+)\?[^\s'\"]*", r"\1", " ".join(f"{error}{why}".split()))) from error

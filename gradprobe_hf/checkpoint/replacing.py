@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import glob
+import itertools
+import logging
 import re
 import secrets
 import shutil
@@ -14,14 +16,19 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from gradprobe_hf.runtime.scratch import held, remove_abandoned
+from gradprobe_hf.runtime.scratch import held, is_held, remove_abandoned
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, overwrite: bool = True) -> Iterator[Path]:
     """A scratch folder beside `path` that takes its place if the body succeeds, and vanishes if it does not.
 
     One that a process left behind which was killed vanishes, too, when the next one writes there.
+
+    Args:
+        overwrite: whether what is there in the end is replaced; otherwise the folder comes to lie beside it.
 
     Raises:
         OSError: the disk is full, or a file could not be written.
@@ -36,7 +43,7 @@ def replacing(path: Path) -> Iterator[Path]:
         scratch.mkdir()  # inside the try: an interrupt right after it must not leave the folder behind
         with held(scratch):
             yield scratch
-            _swap(scratch, path)
+            _swap(scratch, path if overwrite or not path.exists() else free_folder(path))
     except Exception as error:
         if _errno(error) == errno.ENOSPC:
             raise OSError(errno.ENOSPC, f"the disk is full; nothing was kept of {path.name}", str(path)) from error
@@ -45,6 +52,22 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def free_folder(path: Path) -> Path:
+    """This one, or one beside it where it has been taken while a run was going on. That is said."""
+    if not path.exists() and not _is_being_written(path):
+        return path
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    free = next(one for one in numbered if not one.exists() and not _is_being_written(one))
+    logger.warning("%s was made while this ran, and is left as it is: the result is in %s.", path, free)
+    return free
+
+
+def _is_being_written(path: Path) -> bool:
+    """Whether another run is about to put its checkpoint there."""
+    begun = path.parent.glob(f"{glob.escape(_beside(path, 'partial'))}*")
+    return any(is_held(one) for one in begun)
 
 
 def put_back(path: Path) -> None:

@@ -149,20 +149,33 @@ class Savable(ABC):
 
         # What the Hub refuses is told to all: none may wait for the main one's shards.
         full_name = self.processes.on_main(checked) if together else checked()
-        if not self.processes.is_main:
-            self.save_pretrained(repo_id)  # takes part in gathering the shards, and writes nothing
-            return ""
-        branch = None if revision == MAIN else revision
-        scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
-        folder = scratch / full_name.split("/")[-1]
-        try:
-            self.save_pretrained(folder, repo_id=full_name, revision=branch)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
-        with kept_in(folder):
-            address = push_folder(
-                folder, full_name, revision=revision, create_pr=create_pr, token=token, message=commit_message
-            )
+        return upload(self, full_name, revision=revision, create_pr=create_pr, token=token, message=commit_message)
+
+
+def upload(
+    result: Savable,
+    full_name: str,
+    *,
+    revision: str | None = None,
+    create_pr: bool = False,
+    token: str | bool | None = None,
+    message: str = "Upload pruned model",
+) -> str:
+    """As `push_to_hub`, to a repository that was checked. It writes before it asks the Hub anything: a run whose only
+    copy this is would be lost with the network.
+    """
+    if not result.processes.is_main:
+        result.save_pretrained(full_name)  # takes part in gathering the shards, and writes nothing
+        return ""
+    branch = None if revision == MAIN else revision
+    scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
+    folder = scratch / full_name.split("/")[-1]
+    try:
+        result.save_pretrained(folder, repo_id=full_name, revision=branch)
+    except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
-        return address
+        raise
+    with kept_in(folder):
+        address = push_folder(folder, full_name, revision=revision, create_pr=create_pr, token=token, message=message)
+    shutil.rmtree(scratch, ignore_errors=True)
+    return address

@@ -209,7 +209,7 @@ def write_checkpoint(
     if not processes.is_main:
         save_in_shards(path, made.model, writes=False)
         return made.report
-    with replacing(path) as scratch:
+    with replacing(path, overwrite) as scratch:
         save_weights(scratch, made.model, made.removal)
         made = replace(made, report=replace(made.report, files=_file_sizes(scratch, made)))
         _add_own_key(scratch / "config.json", made)

@@ -154,10 +154,15 @@ def check_trainable(model: PreTrainedModel, option: str) -> None:
     launched = next((how for name, how in _LAUNCHED.items() if os.environ.get(name) == "true"), "")
     if is_offloaded(model) or is_sharded(model) or launched:
         where = "offloaded" if is_offloaded(model) else launched or "sharded by FSDP2"
+        how = (
+            "by a configuration of Accelerate's that gives every process a whole model "
+            "(examples/accelerate_processes.yaml)"
+            if launched
+            else "where a whole model fits on each device"
+        )
         raise ValueError(
             f"{option} trains all weights, and those of this model are {where}. Prune it first, and train the "
-            "checkpoint where a whole model fits on each device, or with adapters alone: `gradprobe recover --lora-r "
-            "16`."
+            f"checkpoint {how}, where memory is short with adapters alone: `gradprobe recover --lora-r 16`."
         )
     reads_text = model.main_input_name == "input_ids"
     if reads_text and labels_whole_sequences(model) and model.config.get_text_config().pad_token_id is None:

@@ -140,7 +140,8 @@ def recover_pretrained(
         resume_dir=resume_dir,
     )
     source = pruned.model if isinstance(pruned, PruneResult) else pruned
-    out.check(*folders_of(source, from_pretrained_kwargs), *folders_of(teacher, from_pretrained_kwargs))
+    read = (*folders_of(source, from_pretrained_kwargs), *folders_of(teacher, from_pretrained_kwargs))
+    out.check(*read, resume_dir=resume_dir)
     check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)
     check_outside("resume_dir", resume_dir, output_dir)
     if resume_dir is not None:

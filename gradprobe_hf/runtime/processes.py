@@ -6,7 +6,6 @@ batches. Sharded models are the exception: FSDP2 makes its own in every pass, an
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,8 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor
+
+from gradprobe_hf.runtime.launched import launched
 
 Item = TypeVar("Item")
 
@@ -236,7 +237,7 @@ def join_processes(patience: timedelta | None = None) -> Processes:
     Args:
         patience: how long `in_all` waits patiently; a collective then.
     """
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not dist.is_initialized() and launched() > 1:
         # Without `cpu=True` PartialState ignores the launcher's variables on a machine that has no accelerator.
         PartialState(cpu=not torch.accelerator.is_available())
     if not dist.is_initialized():

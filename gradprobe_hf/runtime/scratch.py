@@ -84,6 +84,19 @@ def held(folder: Path) -> Iterator[bool]:
             os.close(lock)
 
 
+def is_held(folder: Path) -> bool:
+    """Whether another process holds it; False where nothing can be locked."""
+    if fcntl is None:
+        return False
+    try:
+        os.close(_taken(folder))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 @contextmanager
 def alone_in(folder: Path | None, processes: Processes) -> Iterator[None]:
     """For the body of the `with` no other run goes on from the state in a folder, which is made. A collective.

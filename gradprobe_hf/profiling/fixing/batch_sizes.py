@@ -57,11 +57,13 @@ def try_batch_sizes(runs: Runs) -> BatchSizes:
     """
     found: dict[int, BatchSize] = {}
     seconds = 0.0
+    own: Trial | None = None
     for times in FIRST:
-        found[times], took = _tried(runs, times, found.get(1))
-        if found[times].failed is not None:
+        found[times], trial = _tried(runs, times, own)
+        if trial is None or found[times].failed is not None:
             return BatchSizes(tuple(found.values()), _limit(found, times, _MOST))
-        seconds = took / times
+        own = own or trial
+        seconds = fmean(trial.seconds) / times
     affordable = int(_LONGEST / seconds) if seconds else _MOST
     most = max(FIRST[-1], min(_MOST, affordable))
     memory = {times: one.memory or 0 for times, one in found.items()}
@@ -70,7 +72,7 @@ def try_batch_sizes(runs: Runs) -> BatchSizes:
         if promised <= FIRST[-1]:
             break
         logger.info("a batch %d times as large ...", promised)
-        found[promised], _ = _tried(runs, promised, found[1])
+        found[promised], _ = _tried(runs, promised, own)
         if found[promised].failed is None:
             break
         promised = (promised + FIRST[-1]) // 2
@@ -87,25 +89,28 @@ def with_gains(sizes: BatchSizes, fixes: Sequence[Fix], seen: Observation) -> Ob
     return replace(seen, batches=tuple(rows), batch_limit=sizes.limit)
 
 
-def _tried(runs: Runs, times: int, own: BatchSize | None) -> tuple[BatchSize, float]:
-    """And the seconds of a step."""
+def _tried(runs: Runs, times: int, own: Trial | None) -> tuple[BatchSize, Trial | None]:
+    """And the trial, if it came to its end.
+
+    Args:
+        own: that of the run's own batch.
+    """
     try:
         trial = runs(None if times == 1 else of_batch(times))
     except RuntimeError as error:
-        return BatchSize(times, None, failed=str(error)), 0.0
-    failed = _missed(trial, times, own)
-    return BatchSize(times, trial.samples, trial.memory, trial.room, failed), fmean(trial.seconds)
+        return BatchSize(times, None, failed=str(error)), None
+    return BatchSize(times, trial.samples, trial.memory, trial.room, _missed(trial, times, own)), trial
 
 
-def _missed(trial: Trial, times: int, own: BatchSize | None) -> str | None:
-    """Why a step had fewer samples than it was to have."""
+def _missed(trial: Trial, times: int, own: Trial | None) -> str | None:
+    """Why no batch had as many samples as it was to have: the last of an epoch has fewer anyway."""
     if own is None:
         return None
     if not trial.done:
         return "no DataLoader was made with a batch_size"
-    if trial.samples is None or own.samples is None or trial.samples > 0.99 * times * own.samples:
+    if trial.largest is None or own.largest is None or trial.largest > 0.99 * times * own.largest:
         return None
-    return f"the data set gave {trial.samples:.4g} samples a step"
+    return f"the largest batch that the data set gave has {trial.largest:,} samples"
 
 
 def _limit(found: dict[int, BatchSize], most: int, affordable: int) -> str:

@@ -19,7 +19,7 @@ from gradprobe_hf.estimation.machine import available_bytes, compute_device, pro
 from gradprobe_hf.estimation.peak import begin_peak, peak_bytes
 from gradprobe_hf.profiling.as_main import Observed, run_as_main
 from gradprobe_hf.profiling.fixing.changes import change_named
-from gradprobe_hf.profiling.observing.batch_contents import contents_of
+from gradprobe_hf.profiling.observing.batch_contents import Uncounted
 from gradprobe_hf.profiling.observing.joined import watching
 from gradprobe_hf.profiling.observing.loaders import TrainingLoaders
 from gradprobe_hf.profiling.observing.observation import Observation
@@ -32,7 +32,8 @@ class Trial:
     """Attributes:
     done: what the change changed; empty: nothing.
     seconds: of each timed step, without the evaluations between them that were told apart.
-    samples: a step, on average; None where batches do not tell.
+    samples: a timed step, on average; None where batches do not tell.
+    largest: of all batches of these, in samples.
     losses: what each backward pass began at, from the first step on; NaN where that is no number.
     memory: bytes behind the first step at their fullest: of the process, or allocated on the device.
     room: bytes that it could have had.
@@ -41,6 +42,7 @@ class Trial:
     done: list[str]
     seconds: list[float]
     samples: float | None
+    largest: int | None
     losses: list[float]
     memory: int
     room: int = 0
@@ -78,9 +80,9 @@ class _Watch:
             self._begin_anew(now(compute_device()) - wait.seconds)
             self._loaders.fetched(iterator, wait.processes)
             self._evaluates = False
-        # The batches of the first step may be more than its own.
-        if 0 < self._steps < self.warmup:
-            found = contents_of(batch)
+        # Of the steps that are timed: the last batch of an epoch is smaller, and those of one length may differ.
+        if self._steps >= self.warmup:
+            found = Uncounted.of(batch)
             (self._samples if is_own else self._foreign).append(found.samples if found else None)
 
     def _pass_begins(self) -> None:
@@ -140,9 +142,12 @@ class _Watch:
             raise Observed
         self._since = now(compute_device())
 
-    def samples(self) -> float | None:
+    def samples(self) -> tuple[float | None, int | None]:
+        """A step, and the most in one batch."""
         known = [one for one in self._samples if one is not None]
-        return sum(known) / (self.warmup - 1) if known and len(known) == len(self._samples) else None
+        if not known or len(known) < len(self._samples):
+            return None, None
+        return sum(known) / len(self.seconds), max(known)
 
 
 def run_trial(script: str, arguments: list[str], change: str | None, warmup: int, timed: int) -> Trial:
@@ -153,7 +158,8 @@ def run_trial(script: str, arguments: list[str], change: str | None, warmup: int
     marks = marked_stages(StageClock(), watch.waited, watch.stepped)
     with made as done, _kept_losses(watch.losses), marks, watching(watch), watch.marks:
         run_as_main(script, arguments)
-    return Trial(done, watch.seconds, watch.samples(), [float(one) for one in watch.losses], watch.memory, watch.room)
+    losses = [float(one) for one in watch.losses]
+    return Trial(done, watch.seconds, *watch.samples(), losses, watch.memory, watch.room)
 
 
 @contextmanager
