@@ -66,6 +66,7 @@ def free_folder(path: Path) -> Path:
 
 def _is_being_written(path: Path) -> bool:
     """Whether another run is about to put its checkpoint there."""
+    path = path.resolve()  # as it is replaced
     begun = path.parent.glob(f"{glob.escape(_beside(path, 'partial'))}*")
     return any(is_held(one) for one in begun)
 

@@ -80,7 +80,7 @@ class _Watch:
             self._begin_anew(now(compute_device()) - wait.seconds)
             self._loaders.fetched(iterator, wait.processes)
             self._evaluates = False
-        # Of the steps that are timed: the last batch of an epoch is smaller, and those of one length may differ.
+        # Of the steps that are timed, as their seconds are: batches differ, the last of an epoch for one.
         if self._steps >= self.warmup:
             found = Uncounted.of(batch)
             (self._samples if is_own else self._foreign).append(found.samples if found else None)
