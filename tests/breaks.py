@@ -83,7 +83,7 @@ BREAKS = [
     Break(
         "completions that were not wanted are answers",
         "data/text/documents.py",
-        "if row.get(_WANTED) is False:",
+        "if wanted is False:",
         "if False:",
         "test_chats.py",
     ),

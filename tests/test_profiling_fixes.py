@@ -368,7 +368,7 @@ class Batches:
             raise RuntimeError("the script ended with 1: out of memory")
         memory = self.begin + self.each * times
         largest = min(4 * times, self.rows)
-        return Trial(["it"], [self.seconds * times], 0.7 * largest, largest, [1.0], memory, self.room)
+        return Trial(["it"], [self.seconds * times], float(largest), largest, [1.0], memory, self.room)
 
 
 @pytest.mark.parametrize(
