@@ -491,6 +491,8 @@ def test_killed_behind_its_checkpoint_it_says_that_this_may_be_whole(tmp_path):
     cases.prune(cases.build("llama"), batches, output_dir=out)
     with pytest.raises(FileExistsError, match=r"--overwrite\)\.$"):
         cases.prune(cases.build("llama"), batches, **given)
+    with pytest.raises(FileExistsError, match=r"--overwrite\)\.$"):
+        cases.prune(cases.build("llama"), batches, output_dir=out, resume_dir=out)
     state.mkdir()
     with pytest.raises(FileExistsError, match=r"killed as it ended: then the result is whole, and '.*state'"):
         cases.prune(cases.build("llama"), batches, **given)

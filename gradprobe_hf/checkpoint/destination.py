@@ -83,7 +83,7 @@ class Destination:
             try:
                 join_processes().on_main(partial(check_destination, self.output_dir, name, self.overwrite))
             except FileExistsError as error:
-                if resume_dir is None or not Path(resume_dir).exists():
+                if resume_dir is None or not Path(resume_dir).exists() or Path(resume_dir).samefile(self.output_dir):
                     raise
                 raise FileExistsError(
                     f"{error} Or this run has written it and was killed as it ended: then the result is whole, and "
