@@ -233,5 +233,9 @@ ROWS |= {
     f"{name}, recovered on half own text, at {FASTER:g}": replace(
         ROWS[name], recovered=True, rates=(FASTER,), trained_on_own_text=True
     )
-    for name in ("channels, Fisher + least squares, half own text", "blocks, ShortGPT's influence")
+    for name in (
+        "channels, Fisher + least squares, half own text",
+        "blocks and channels, Fisher + least squares, half own text",
+        "blocks, ShortGPT's influence",
+    )
 }
