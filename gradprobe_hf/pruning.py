@@ -176,7 +176,9 @@ def prune_pretrained(
         check_begun(resume_dir, _identity(context, metric_fn), context.processes)
         rows = rows_at_once(resume_dir, context.processes) if config.batch_size == "auto" else None
     if apply:
-        check_store_room(context.model, {target.parameter for target in context.targets}, output_dir)
+        changed = {target.parameter for target in context.targets}
+        room = partial(check_store_room, context.model, changed, output_dir, context.processes.count)
+        context.processes.in_all(room)
     out = out.checked(
         context.model,
         context.processes,
@@ -218,7 +220,7 @@ def prune_pretrained(
     )
     out = out.settled(context.model, context.processes)
     # Whatever fails in here, even an upload, gives the weights back; a checkpoint that was written stays.
-    with result.applied(keep=apply):
+    with result.applied(keep=apply, together=True):
         # None keeps its zeros if the main one could not save them.
         report = context.processes.in_all(partial(out.write, result, context.stopwatch), patiently=True)
         if context.snapshots is not None:

@@ -351,6 +351,21 @@ def test_so_is_a_part_of_a_mixture_and_the_text_of_a_recovery(checkpoint, tmp_pa
     assert json.loads(capsys.readouterr().out)["known_text"]["trained"] > 0.2
 
 
+def test_so_is_text_that_chose_the_sparsity(checkpoint, tmp_path, warnings_of):
+    own, choosing = texts(tmp_path / "own", 200, 3), tmp_path / "choosing.txt"
+    shutil.move(texts(tmp_path / "other", 200, 5), choosing)
+    config = cases.config(preset="fast", **{**SHORT, **LONGER}, sparsity=0.2, max_metric_drop="50%")
+    data = {"calibration": str(own), "evaluation": str(choosing), "progress": False}
+    prune_pretrained(str(checkpoint), config, output_dir=tmp_path / "half", **data)
+    evaluate = ["evaluate", tmp_path / "half", *MEASURED, "48", "--write-card", "--data"]
+    for text in (own, choosing):
+        (said,) = [one for one in warnings_of(*evaluate, text) if "shows too little" in one]
+        assert ("is what its sparsity was chosen by" in said) == (text == choosing)
+    marks = {one.dataset_name: one.metric_args.get("chosen_on") for one in results(tmp_path / "half")}
+    assert marks[choosing.name].startswith("about ")
+    assert marks[Path(own).name] is None
+
+
 # Code of its own.
 
 CODE = """

@@ -324,6 +324,11 @@ def test_what_a_file_and_the_command_line_say_against_each_other_names_the_file(
     recipe = tmp_path / "recipe.yaml"
     GradProbeConfig(sparsity=0.5).to_yaml(recipe)
     assert configured("--config", recipe, "--pattern", "1:4").sparsity == 0.75, "a pattern has a sparsity of its own"
+    GradProbeConfig(sparsity=0.7).to_yaml(recipe)
+    assert configured("--config", recipe, "--pattern", "unstructured").sparsity == 0.7
+    GradProbeConfig(pattern="1:4").to_yaml(recipe)
+    assert configured("--config", recipe, "--pattern", "unstructured").sparsity == 0.5, "0.75 was the pattern's"
+    GradProbeConfig(sparsity=0.5).to_yaml(recipe)
     assert main([*PRUNE, "--config", str(recipe), "--score", "wanda"]) == 1
     assert re.search(
         rf"--score wanda takes no probe.*\({re.escape(str(recipe))} says probes\.\)", capsys.readouterr().err

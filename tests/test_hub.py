@@ -194,6 +194,7 @@ def test_every_kind_of_run_has_a_card(options, said, checkpoint, tmp_path):
         ({}, {"sparsity": 0.5}),
         ({"preset": "fast"}, {"sparsity": 0.5, "preset": "fast", "update": "none"}),
         ({"pattern": "4:8", "num_samples": 64}, {"pattern": "4:8", "num_samples": 64}),
+        ({"probes": 1}, {"sparsity": 0.5, "score": "fisher", "probes": 1, "rule": "budget", "update": "none"}),
         ({"structure": {"ffn": 64}}, {"structure": {"ffn": 64}}),
         ({"structure": {"ffn": 64}, "damping": 0.01}, {"structure": {"ffn": 64}, "damping": 0.01}),
         ({"structure": "auto", "params": 0.75, "seed": 3}, {"structure": "auto", "params": 0.75, "seed": 3}),
@@ -205,6 +206,24 @@ def test_the_options_on_a_card_make_its_configuration_again(options, shown):
     found = yaml.safe_load(yaml.safe_dump(set_options(config)))
     assert found == shown
     assert GradProbeConfig.from_dict(found) == config
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"update": "admm"},
+        {"pattern": "2:4", "update": "admm"},
+        {"update": "admm", "dense_target": 1.0},
+        {"update": "admm", "damping": 0.1},
+        {"preset": "fast", "pattern": "2:4", "dense_target": 0.25, "update": "obs"},
+        {"score": "random", "update": "admm"},
+        {"score": "wanda"},
+        {"update": "sparsegpt+admm"},
+    ],
+)
+def test_so_do_those_of_a_method_that_is_no_preset(options):
+    config = GradProbeConfig(**options)
+    assert GradProbeConfig.from_dict(yaml.safe_load(yaml.safe_dump(set_options(config)))) == config
 
 
 def test_models_without_perplexity_have_a_card_too(tmp_path):

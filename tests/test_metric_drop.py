@@ -9,7 +9,7 @@ import torch
 
 from gradprobe_hf.data.batches import from_iterable
 from gradprobe_hf.data.windows import EVALUATION_SEED
-from gradprobe_hf.decisions.search import allowed
+from gradprobe_hf.decisions.search import allowed, within
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
@@ -238,6 +238,40 @@ def test_attempts_below_the_least_of_a_matrix_take_as_much_of_each():
     shares = [row.pruned / row.weights for row in first.report.matrices]
     assert min(shares) > 0.09, "of whole weights"
     assert max(shares) < 0.14
+
+
+@pytest.mark.parametrize("update", ["obs", "admm", "least_squares"])
+def test_where_nothing_goes_nothing_changes(update):
+    """A fit to the same outputs has other last bits, and fills the zeros of a model that is sparse."""
+    model = cases.build("llama")
+    for target in find_targets(model):
+        target.matrix(model)[:, ::2] = 0
+    before, values = cases.bits(model), iter([1.0])
+    result = searched(
+        model, max_metric_drop=0, metric_fn=lambda model: next(values, 0.0), update=update, apply=True, sparsity=0.9
+    )
+    assert cases.changed(model, before) == []
+    assert not any("are none now" in warning for warning in result.report.warnings)
+
+
+@pytest.mark.parametrize("rows", [50, 100, 1000])
+@pytest.mark.parametrize("drop", [0.02, 0.1, "10%"])
+def test_an_accuracy_that_falls_by_exactly_as_much_is_within(rows, drop):
+    for right in range(rows // 10, rows + 1, 10):
+        fewer = right // 10 if drop == "10%" else round(drop * rows)
+        limit = allowed(-right / rows, drop)
+        assert within(-(right - fewer) / rows, limit), right
+        assert not within(-(right - fewer - 1) / rows, limit), right
+    assert not within(math.nan, 1.0)
+    assert within(0.8 - 0.1, 0.7)
+
+
+def test_rows_that_choose_the_sparsity_are_not_to_be_calibrated_on():
+    choosing, reported = halves()
+    for half, told in ((choosing, " of the half that chooses"), (reported, "")):
+        found = cases.prune(cases.build("llama"), list(half.items), evaluation=text(3), max_metric_drop="5%").report
+        assert f"2 of the 2 evaluation windows{told} were also calibrated on; evaluate on others." in found.warnings
+        assert sum("calibrated on" in warning for warning in found.warnings) == 1
 
 
 def test_allowed():

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from unittest.mock import Mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from gradprobe_hf import RecoveryConfig, recover_pretrained
 from gradprobe_hf.evaluation import task_metric
-from gradprobe_hf.model.files import saving
+from gradprobe_hf.model.files import offload_store, saving
 from gradprobe_hf.model.passes.loss import summed_loss
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.run.snapshots import Snapshots
 from tests import cases
 from tests.launch import survivors, together
 from tests.test_fsdp import sharded
@@ -100,6 +104,96 @@ def test_what_fails_in_one_process_outside_of_probes_fails_in_all(where, tmp_pat
     assert first == second
     assert first[0].startswith("FileNotFoundError: " if where == "loading" else "LookupError: a bad row")
     assert first[1] > 0
+
+
+def failing_to_save(options, folder):
+    """Two models by one script; the state of the first cannot be written by one process after its second time."""
+    ended, other, real = [], torch.distributed.get_rank() == 1, Snapshots._write
+    for number in range(2):
+        calls = []
+
+        def write(*arguments, fails=other and number == 0, calls=calls):
+            calls.append(1)
+            if fails and len(calls) == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(*arguments)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Snapshots, "_write", write)
+            try:
+                data = cases.batches("llama", rows=4, batch_size=1)
+                found = cases.prune(cases.build("llama"), data, resume_dir=f"{folder}/{number}", **options)
+                ended.append(found.report.zeros)
+            except OSError as error:
+                ended.append(f"{type(error).__name__}: {error}")
+    return ended
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"structure": {"blocks": 1, "ffn": 8}}, {"sparsity": 0.5, "update": "admm"}, {"score": "wanda", "update": "obs"}],
+)
+def test_a_state_that_one_process_cannot_write_fails_in_all(options, tmp_path):
+    first, second = together(failing_to_save, options, str(tmp_path))
+    assert first == second
+    assert "No space left" in first[0]
+    assert first[1] > 0
+
+
+def changed_on_disk(folder, free):
+    """Of an offloaded model: what it ends with, and whether its weights have changed.
+
+    Args:
+        free: bytes on the disk, for all that is known; None: enough, and the process that is not the main one finds out
+            otherwise.
+    """
+    rank, real = torch.distributed.get_rank(), offload_store.save_file
+    written = []
+
+    def save(tensors, path):
+        written.append(sum(tensor.nbytes for tensor in tensors.values()))
+        if free is None and rank == 1 and len(written) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(tensors, path)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(offload_store, "save_file", save)
+        if free is not None:
+            usage = shutil.disk_usage(folder)
+            patched.setattr(offload_store.shutil, "disk_usage", lambda _: usage._replace(free=free))
+        where = {"device_map": {"": "disk"}, "offload_folder": f"{folder}/off"}
+        model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", **where)
+        before = {target.name: target.matrix(model).clone() for target in find_targets(model)}
+        try:
+            cases.prune(model, cases.batches("llama", rows=4, batch_size=1), score="magnitude", apply=True)
+            ended = "nothing"
+        except OSError as error:
+            ended = str(error)
+    after = {target.name: target.matrix(model) for target in find_targets(model)}
+    return ended, any(not torch.equal(after[name], values) for name, values in before.items()), len(written)
+
+
+def test_a_store_that_one_process_cannot_write_is_changed_in_none(tmp_path):
+    cases.build("llama").save_pretrained(tmp_path / "model")
+    first, second = together(changed_on_disk, str(tmp_path), None)
+    assert "No space left" in first[0]
+    assert first[0] == second[0]
+    assert not first[1]
+    assert not second[1]
+    assert first[2] > 0, "it had been written"
+
+
+def test_each_process_has_a_store_and_all_have_to_fit(tmp_path):
+    model = cases.build("llama")
+    model.save_pretrained(tmp_path / "model")
+    one = sum(target.numel for target in find_targets(model)) * 4
+    for ended, changed, written in together(changed_on_disk, str(tmp_path), 3 * one // 2):
+        assert "choose another offload_folder" in ended
+        assert not changed
+        assert written == 0
+    for ended, changed, _ in together(changed_on_disk, str(tmp_path), 2 * one):
+        assert ended == "nothing"
+        assert changed
 
 
 def begun_alone(folder):

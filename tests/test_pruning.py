@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import cycle
 
 import pytest
@@ -14,6 +15,7 @@ from gradprobe_hf.evaluation import divergence
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.new_weights import NewWeights
+from gradprobe_hf.report.warnings import more_left
 from gradprobe_hf.run import decide
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.probing import pair_masks, probe_pair
@@ -132,6 +134,51 @@ def test_zeros_that_are_there_count_and_are_reported():
     again = prune(model, "llama", sparsity=0.1)
     assert again.report.sparsity == pytest.approx(0.3, abs=1e-4)
     assert "held more zeros" in again.report.warnings[0]
+
+
+def test_a_budget_is_what_the_search_has_chosen():
+    """Not the most that it might have: a tenth is no "more zeros" than 0.7."""
+    model = cases.build("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight[:12] = 0
+    values = iter([1.0])
+    options = {"score": "magnitude", "sparsity": 0.7, "max_metric_drop": 0.0, "metric_fn": lambda _: next(values, 0.0)}
+    nothing = cases.prune(model, None, evaluation=cases.batches("llama"), **options).report
+    assert nothing.sparsity == 0.1
+    assert not any("held more zeros" in warning for warning in nothing.warnings)
+    assert any("nothing was pruned" in warning for warning in nothing.warnings)
+
+
+def test_a_share_that_rows_round_down_is_told():
+    """Of 16 inputs 3% are none."""
+    found = cases.prune(cases.build("llama"), cases.batches("llama"), score="wanda", sparsity=0.03).report
+    assert found.sparsity < 0.02
+    assert f"rounds its share, and they are small: sparsity is {found.sparsity:.4%}, not 3.0000%" in found.warnings[0]
+    assert not cases.prune(cases.build("llama"), cases.batches("llama"), score="wanda", sparsity=0.5).report.warnings
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"score": "wanda"},
+        {"scope": "row"},
+        {"update": "sparsegpt"},
+        {"update": "sparsegpt+admm"},
+        {"pattern": "2:4"},
+        {"order": "sequential", "probes": 2},
+        {"probes": 2, "rule": "threshold"},
+        {"rounds": (0.2, 0.5)},
+        {"max_metric_drop": 0.1},
+    ],
+)
+def test_what_a_warning_advises_is_an_option(options):
+    config = cases.config(**options)
+    advised = dict(re.findall(r"(\w+)=('?[\w.]+)", more_left(config)))
+    values = {name: value.strip("'") if "'" in value else float(value) for name, value in advised.items()}
+    assert ("max_matrix_sparsity" in values) == ("lower" not in more_left(config))
+    assert cases.config(**options | values).bounds == (None if not values else (0, values["max_matrix_sparsity"]))
 
 
 def test_text_on_both_sides_is_pointed_out(text_file):

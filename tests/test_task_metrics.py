@@ -219,12 +219,13 @@ def test_no_more_is_written_than_there_are_positions_for():
     assert len(written) == 1
 
 
-def test_how_long_a_text_may_be_is_no_matter_of_its_batch():
+@pytest.mark.parametrize("forced", [None, 257])
+def test_how_long_a_text_may_be_is_no_matter_of_its_batch(forced):
     """One that writes on and on did so for the longest reference of them all: its errors grew with `batch_size`."""
     torch.manual_seed(0)
     small = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    ends = {"pad_token_id": 258, "decoder_start_token_id": 258, "eos_token_id": None, "forced_eos_token_id": None}
+    ends = {"pad_token_id": 258, "decoder_start_token_id": 258, "eos_token_id": None, "forced_eos_token_id": forced}
     model = MarianMTModel(MarianConfig(**small, **heads, **ends, vocab_size=cases.VOCABULARY)).eval()
     ids = torch.randint(3, 200, (2, 40))
     labels = ids.clone()

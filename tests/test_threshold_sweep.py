@@ -175,6 +175,26 @@ def test_thresholds_in_turn_keep_the_promise_and_are_a_run():
     assert row.zeros == at(found.tuned).zeros == found.reported.row.zeros
 
 
+def test_where_no_block_keeps_the_limit_nothing_is_tuned():
+    def loss(model, batch):
+        found = summed_loss(model, batch)[0]
+        served = (layer.self_attn.q_proj(torch.eye(model.config.hidden_size)[None]) for layer in model.model.layers)
+        return found + 100 * sum((one == 0).sum() for one in served)
+
+    sequential = cases.config(order="sequential")
+    found = sweep_gradient_thresholds(
+        cases.build("llama"), (0.0,), sequential, max_metric_drop="1%", loss_fn=loss, **texts()
+    )
+    assert [row.gradient_threshold for row in found.rows] == [{}]
+    assert found.tuned is None
+    assert found.reported is None
+
+
+def test_structures_have_no_part_in_it():
+    with pytest.raises(ValueError, match=r"structure={'ffn': 8} has no part"):
+        sweep_gradient_thresholds(3, (0.0,), cases.config(structure={"ffn": 8}))
+
+
 def test_what_no_threshold_keeps_stays_dense():
     """A drop of nothing: whatever a block loses, it is not pruned."""
 

@@ -66,8 +66,13 @@ class PruneResult(Savable):
         return whole and not (self.new_weights or self.recovered)
 
     @contextmanager
-    def applied(self, keep: bool = True) -> Iterator[None]:
-        """The model is pruned for the body of the `with`; it stays so if `keep` is set and the body returns."""
+    def applied(self, keep: bool = True, together: bool = False) -> Iterator[None]:
+        """The model is pruned for the body of the `with`; it stays so if `keep` is set and the body returns.
+
+        Args:
+            together: all processes are in this call: what one of them cannot keep (no room for what is offloaded), none
+                does.
+        """
         # What was recovered has the zeros in it.
         masks = {} if self.recovered else self.masks
         targets = () if self.recovered else self.targets
@@ -75,7 +80,7 @@ class PruneResult(Savable):
         routes = {} if self.removal is None else self.removal.routes
         with (
             replaced(self.model, self.recovered, keep),
-            applied(self.model, targets, masks, keep, new_weights, routes),
+            applied(self.model, targets, masks, keep, new_weights, routes, self.processes if together else None),
         ):
             yield
         if keep:

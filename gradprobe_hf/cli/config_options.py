@@ -174,7 +174,8 @@ def option_values(options: argparse.Namespace) -> dict[str, Any]:
     if options.preset is not None:
         values = {name: value for name, value in values.items() if name not in PRESET_FIELDS}
     if options.pattern is not None:
-        values.pop("sparsity", None)
+        if {options.pattern, values.get("pattern", "unstructured")} != {"unstructured"}:  # an n:m pattern implies one
+            values.pop("sparsity", None)
         if values.get("preset") is not None and all(name in values for name in METHOD):
             # A file that was written names both the preset and the method it came to; of this pattern it is another.
             values = {name: value for name, value in values.items() if name == "preset" or name not in PRESET_FIELDS}

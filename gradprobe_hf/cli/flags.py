@@ -40,7 +40,10 @@ def unknown_flag(text: str, flags: Collection[str]) -> str:
     'there is no option --spars; did you mean --sparsity?'
     """
     if not text.startswith("-"):
-        return f"{text!r} is one argument too many: quote what has spaces, and write a list as a,b."
+        return (
+            f"{text!r} is one argument too many: quote what has spaces, write a list as a,b, and give --include and "
+            "--exclude once for each pattern."
+        )
     typed = text.split("=")[0]
     name = typed.lstrip("-").replace("-", "_")
     known = [one.options.get(name) or one.arguments.get(name) for one in (PRUNING, RECOVERY)]

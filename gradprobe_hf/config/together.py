@@ -106,8 +106,10 @@ def _check_bounds(config: ResolvedOptions) -> None:
     if config.bounds is None:
         return
     low, high = config.bounds
-    wanted = f"0 <= min_matrix_sparsity <= sparsity ({config.final_sparsity:g}) <= max_matrix_sparsity <= 1"
-    if not 0 <= low <= min(config.rounds or (config.final_sparsity,)) <= config.final_sparsity <= high <= 1:
+    least, most = min(config.rounds or (config.final_sparsity,)), config.final_sparsity
+    between = f"sparsity ({most:g})" if least == most else f"the first of rounds ({least:g}), the last ({most:g})"
+    wanted = f"0 <= min_matrix_sparsity <= {between} <= max_matrix_sparsity <= 1"
+    if not 0 <= low <= least <= most <= high <= 1:
         raise ValueError(f"a budget between the bounds needs {wanted}, got {low:g} and {high:g}.")
     if config.group is not None or config.budget_scope not in ("global", "block"):
         spent = f"pattern={config.pattern!r}" if config.group else f"scope={config.budget_scope!r}"

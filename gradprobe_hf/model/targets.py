@@ -273,6 +273,7 @@ def _matched(patterns: Sequence[str], uses: list[Use], option: str) -> set[str]:
             raise ValueError(
                 f"{option} pattern {pattern!r} matches no prunable module. Prunable modules are named like: {sample}. "
                 "Use an exact name, the end of one, a glob like '*.mlp.*', or 're:' and a regular expression."
+                + (" Several patterns are a list, or several --include or --exclude." if "," in pattern else "")
             )
         found |= hits
     return found

@@ -229,7 +229,11 @@ def _selection(
     if context.metric is not None:
         own = context.metric.metric.title
     return {
-        **(context.selection.describe() if context.selection else {"source": None}),
+        **(
+            {**context.selection.describe(), "sketch": sketch(context.selection)}
+            if context.selection
+            else {"source": None}
+        ),
         "metric": own if context.selection else "metric_fn",
         "limit": diagnostics.curve[-1]["limit"],
         "value": max(kept, key=lambda point: point["sparsity"])["metric"] if kept else None,

@@ -27,7 +27,7 @@ def text_results(
 
     Args:
         described: the batches, as `Batches.describe` has them; `known_text`: about which share of them the model was
-            calibrated or trained on.
+            calibrated, its sparsity chosen, or it trained on.
         task: the Hub's name of what the model is for.
         measured: `perplexity`, `divergence` (`Divergence.to_dict`) and `metric` of the pruned model, each or None.
         beside: the model that the divergence is from.

@@ -13,6 +13,7 @@ import numpy as np
 
 from gradprobe_hf.model.families import stack_of, tower_names
 from gradprobe_hf.report.colors import ABSENT, DENSE, INK, MUTED, PRUNED
+from gradprobe_hf.report.percent import percent
 from gradprobe_hf.report.report import LeftOut, MatrixRow, Report
 from gradprobe_hf.report.speed_figure import compared_shapes, speed_figure, tried_shapes
 
@@ -142,7 +143,7 @@ def perplexity_figure(report: Report) -> Figure:
     assert report.evaluation is not None
     found = {name: report.evaluation[name]["perplexity"] for name in ("dense", "pruned")}
     bars_of = {report.beside.column: (found["dense"], DENSE)}
-    pruned = f"{report.sparsity:.0%} sparse" if report.structure is None else "smaller"
+    pruned = f"{percent(report.sparsity)} sparse" if report.structure is None else "smaller"
     if (recovery := report.recovery) is None:
         bars_of[pruned] = (found["pruned"], PRUNED)
     else:
@@ -197,7 +198,7 @@ def _compared(dense: Mapping[str, Any]) -> str:
 
 def _labelled(row: Mapping[str, Any]) -> str:
     """A row and how much of the blocks' weights it does without."""
-    return f"{row['method']}, {row['sparsity']:.0%} {'gone' if row['removed'] else 'zero'}"
+    return f"{row['method']}, {percent(row['sparsity'])} {'gone' if row['removed'] else 'zero'}"
 
 
 def comparison_figure(

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.decisions.search import allowed
+from gradprobe_hf.decisions.search import allowed, within
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.targets import Target
@@ -25,6 +25,7 @@ from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.run.shapes.unit_evidence import units_that_stay
 from gradprobe_hf.runtime.row_chunks import row_chunks
 
+MET = 0.95  # of the sparsity that was asked for, before a report warns
 TOLERATED = 1.05  # times the latency that was asked for, before a report warns
 
 
@@ -47,6 +48,14 @@ class FinishedRun:
     @property
     def config(self) -> GradProbeConfig:
         return self.context.config
+
+    @property
+    def asked(self) -> float:
+        """The sparsity that the masks are of: what a search has chosen, where there was one."""
+        if self.config.max_metric_drop is None:
+            return self.config.final_sparsity
+        curve = self.decision.diagnostics.curve
+        return max((float(point["sparsity"]) for point in curve if point["within"]), default=0.0)
 
     @cached_property
     def weights(self) -> int:
@@ -95,16 +104,21 @@ def _emptied(run: FinishedRun) -> str | None:
     if not names:
         return None
     sample = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
-    if run.config.group is None and run.config.budget_scope in ("global", "block"):
-        remedy = (
-            f"max_matrix_sparsity={(1 + run.config.final_sparsity) / 2:.6g} (--max-matrix-sparsity) leaves some in "
-            "each that is large enough."
-        )
-    else:  # each row, or matrix, has the whole budget, and rounds it
-        remedy = "A lower sparsity, or scope='global' (--scope), leaves some in each."
     return (
         f"{len(names)} of {len(run.rows)} matrices have no weight left ({sample}): by this calibration theirs cost "
-        f"nothing, or less than all others. {remedy}"
+        f"nothing, or less than all others. {more_left(run.config)}"
+    )
+
+
+def more_left(config: GradProbeConfig) -> str:
+    """An option that this configuration may have, and that empties no matrix."""
+    if config.group is not None or config.update_row.chooses_mask or config.decision_row.filters is not None:
+        return "A lower sparsity leaves some in each."
+    # A row, or a matrix, that has the whole budget rounds it.
+    scope = "" if config.budget_scope in ("global", "block") else "scope='global' (--scope) with "
+    return (
+        f"{scope}max_matrix_sparsity={(1 + config.final_sparsity) / 2:.6g} (--max-matrix-sparsity) leaves some in each "
+        "that is large enough."
     )
 
 
@@ -133,16 +147,23 @@ def _missed_latency(run: FinishedRun) -> str | None:
 
 def _budget(run: FinishedRun) -> str | None:
     """Where sparsity is not what was asked for."""
-    asked, sparsity = run.config.final_sparsity, run.zeros_after / run.weights
+    asked, sparsity = run.asked, run.zeros_after / run.weights
     if run.config.decision_row.filters is not None:
         given_back = sum(run.decision.diagnostics.without_evidence.values())
         return (
             f"The threshold rule reached {sparsity:.2%} of at most {asked:.2%}; it gave back {given_back:,} candidates "
             "for want of evidence."
         )
-    if run.zeros_after > run.pruned and run.config.structure is None:
+    if run.config.structure is not None or not asked:  # a search that has kept nothing says so
+        return None
+    if run.zeros_after > run.pruned and sparsity > asked:
         return (
             f"Some units of the budget held more zeros than it asked for: sparsity is {sparsity:.4%}, not {asked:.4%}."
+        )
+    if sparsity < MET * asked:
+        return (
+            "Every unit of the budget (a row, say) rounds its share, and they are small: sparsity is "
+            f"{sparsity:.4%}, not {asked:.4%}."
         )
     return None
 
@@ -211,10 +232,10 @@ def _filled(model: PreTrainedModel, target: Target, decision: PruningDecision) -
 def _endless_search(run: FinishedRun) -> str | None:
     """Where the metric did not end the search."""
     drop = run.config.max_metric_drop
-    within = [point["within"] for point in run.decision.diagnostics.curve]
-    if drop is None or len(set(within)) != 1:
+    kept = [point["within"] for point in run.decision.diagnostics.curve]
+    if drop is None or len(set(kept)) != 1:
         return None
-    if not within[0]:
+    if not kept[0]:
         return f"No sparsity that was tried keeps the metric within {drop}: nothing was pruned."
     return (
         f"Every sparsity that was tried keeps the metric within {drop}: sparsity={run.config.final_sparsity:g}, the "
@@ -230,7 +251,7 @@ def _broken_promise(run: FinishedRun) -> str | None:
     sign, dense, pruned = 1, measured.dense.metric, measured.pruned.metric
     if task_metric is not None and run.metric is not None:
         sign, dense, pruned = task_metric.sign, run.metric["dense"], run.metric["pruned"]
-    if sign * pruned <= allowed(sign * dense, drop):
+    if within(sign * pruned, allowed(sign * dense, drop)):
         return None
     return (
         f"On the half of the evaluation that did not choose the sparsity the metric went from {dense:.4g} to "

@@ -21,6 +21,7 @@ from gradprobe_hf.model.passes.routing import routed
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.runtime.interrupts import uninterrupted
+from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.row_chunks import row_chunks
 from gradprobe_hf.selection.masked_values import SavedValues
 from gradprobe_hf.selection.packed_masks import rows_of
@@ -74,6 +75,7 @@ def applied(
     keep: bool = True,
     new_weights: NewWeights | None = None,
     routes: Mapping[str, Tensor] | None = None,
+    processes: Processes | None = None,
 ) -> Iterator[None]:
     """Zero the masked weights, and write the new ones, for the body of the `with`.
 
@@ -83,6 +85,7 @@ def applied(
 
     Args:
         routes: name of a router -> which of its experts go, bool `[experts]`: they are sent no token any more.
+        processes: that all are in this call with `keep`: what one cannot keep, none does. Default: this one alone.
 
     Raises:
         OSError: the store of offloaded weights cannot be written; every weight has its original bits again.
@@ -100,7 +103,7 @@ def applied(
         with _read_through(model, changes), routed(model, routes or {}, keep):
             yield
         if keep:
-            replace_on_disk(model, changes)
+            replace_on_disk(model, changes, processes)
     if keep:
         new_weights.clear()
 

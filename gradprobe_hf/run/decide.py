@@ -118,7 +118,9 @@ def conclude(
     """
     removal = None if masks is None else removal_of(context, masks)
     gone: frozenset[str] = frozenset() if removal is None else removal.blocks
-    if masks is not None and not context.config.reconstructs:
+    # Where a search has kept nothing, there is nothing to make up for: a least-squares fit to the same outputs would
+    # change every weight by its rounding, and fill zeros.
+    if masks is not None and not (context.config.reconstructs and masks.any()):
         biases = silenced(context.model, sorted(gone))
         return PruningDecision(masks, diagnostics, _unreached(context, diagnostics), biases, removal=removal)
     with context.stopwatch("reconstruction"), exact_products():

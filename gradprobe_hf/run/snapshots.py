@@ -159,12 +159,26 @@ class Snapshots:
                 _drop(later)  # it will be made again
         return Snapshot(states[position], _read(states[position])["values"])
 
-    def record(self, step: Step, values: Mapping[str, Any], parts: Parts, position: int = 0) -> None:
+    def record(
+        self, step: Step, values: Mapping[str, Any], parts: Parts, position: int = 0, *, together: bool = True
+    ) -> None:
         """Write a state of a step, then drop the earlier ones of the same step.
+
+        Args:
+            together: it is a collective: every process is here, and what one cannot write is an error in all. Else, as
+                behind a batch of which others may have none, it is one only where all go on in step.
 
         Raises:
             OSError: it cannot be written; the earlier ones are still there.
         """
+        write = partial(self._record, step, values, parts, position)
+        # Nor may a process that is in step be without the position before until all have the next.
+        older = self.processes.in_all(write) if together or self.in_step else write()
+        for state in older:
+            _drop(state)
+
+    def _record(self, step: Step, values: Mapping[str, Any], parts: Parts, position: int) -> list[Path]:
+        """Write a state of a step. Returns the earlier ones of the same step."""
         self.own.mkdir(parents=True, exist_ok=True)
         path = self.own / f"{step.name}-{position}"
         if path.exists():
@@ -173,7 +187,7 @@ class Snapshots:
                     f"another run has saved its state in {self.folder} meanwhile: give each its own resume_dir "
                     "(--resume-dir)."
                 )
-            return
+            return []
         for unfinished in self.own.glob("*.partial"):
             shutil.rmtree(unfinished)
         scratch = path.with_name(path.name + ".partial")
@@ -190,16 +204,11 @@ class Snapshots:
             raise
         older = [state for state in self._states() if _step_of(state) == step]
         scratch.rename(path)  # atomic: a state is there whole or not at all
-        if self.in_step:
-            # A process that is killed before its own rename has to find the position before in all others.
-            self.processes.barrier()
-        for state in older:
-            _drop(state)
+        return older
 
     def enter(self, step: Step, values: Mapping[str, Any], parts: Parts) -> None:
         """Record the beginning of a step; when every process has, drop all steps before. A collective."""
         self.record(step, values, parts)
-        self.processes.barrier()
         for state in self._states():
             if _step_of(state) < step:
                 _drop(state)

@@ -58,6 +58,10 @@ class PackedMasks(Mapping[str, Tensor]):
         """These and the others, which win where both have a mask."""
         return PackedMasks.from_packed(self._packed | others._packed, self._columns | others._columns)
 
+    def any(self) -> bool:
+        """Whether any weight is pruned."""
+        return any(bool(packed.any()) for packed in self._packed.values())
+
     def packed(self, name: str) -> Tensor:
         return self._packed[name]
 

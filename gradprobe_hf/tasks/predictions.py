@@ -55,7 +55,9 @@ def written_texts(model: Any, batch: Mapping[str, Any], processing_class: Any) -
         synced_gpus=_is_sharded(model),
     )
     begun = model.generation_config.decoder_start_token_id
-    ids = _cut_off(ids, labels, int((ids[:, 0] == begun).all()) if isinstance(begun, int) else 0)
+    # A row that is alone has this token for its last.
+    forced = model.generation_config.forced_eos_token_id is not None
+    ids = _cut_off(ids, labels, (int((ids[:, 0] == begun).all()) if isinstance(begun, int) else 0) - forced)
     return _decoded(ids, processing_class), _decoded(labels, processing_class)
 
 

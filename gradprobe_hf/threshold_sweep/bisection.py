@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gradprobe_hf.config.values import GradientThreshold
+from gradprobe_hf.decisions.search import within
 from gradprobe_hf.threshold_sweep.rows import ThresholdRow, metric_of
 
 BISECTIONS = 6
@@ -15,17 +16,16 @@ def refined(
 ) -> list[ThresholdRow]:
     """More rows: bisection between the last number that keeps the limit and the first behind it that does not."""
     numbers = sorted((row for row in rows if isinstance(row.gradient_threshold, (int, float))), key=_threshold)
-    within = [_threshold(row) for row in numbers if metric_of(row) <= limit]
-    # What is NaN does not keep the limit either.
-    others = [_threshold(row) for row in numbers if not metric_of(row) <= limit]
-    beyond = [threshold for threshold in others if within and threshold > within[-1]]
+    kept = [_threshold(row) for row in numbers if within(metric_of(row), limit)]
+    others = [_threshold(row) for row in numbers if not within(metric_of(row), limit)]
+    beyond = [threshold for threshold in others if kept and threshold > kept[-1]]
     found: list[ThresholdRow] = []
     if beyond:
-        low, high = within[-1], beyond[0]
+        low, high = kept[-1], beyond[0]
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
             found.append(tried(middle))
-            low, high = (middle, high) if metric_of(found[-1]) <= limit else (low, middle)
+            low, high = (middle, high) if within(metric_of(found[-1]), limit) else (low, middle)
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 from gradprobe_hf.comparison.rows import Comparison
 from gradprobe_hf.config.values import GradientThreshold
 from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.decisions.search import within
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
@@ -79,25 +80,25 @@ class ThresholdMeasurements:
     ) -> tuple[dict[str, float], PackedMasks]:
         """Pattern of each block -> the largest threshold that keeps its share of the drop; a block without is dense."""
         candidates = self._candidates(sparsity)
-        within = {number: self._pair.masks_within(number, candidates) for number in sorted(numbers, reverse=True)}
+        tried = {number: self._pair.masks_within(number, candidates) for number in sorted(numbers, reverse=True)}
         patterns = list(dict.fromkeys(map(_pattern, self._context.targets)))
         dense, chosen = metric_of(self.dense), dict[str, float]()
         for number, pattern in enumerate(patterns, 1):
             share = dense + (limit - dense) * number / len(patterns)
-            for threshold in within:
-                masks = self._put_together(chosen | {pattern: threshold}, within)
-                if metric_of(self._row(threshold, sparsity, masks)) <= share:
+            for threshold in tried:
+                masks = self._put_together(chosen | {pattern: threshold}, tried)
+                if within(metric_of(self._row(threshold, sparsity, masks)), share):
                     chosen[pattern] = threshold
                     break
         in_order = sorted(chosen, key=lambda pattern: pattern == "*")  # the first that matches wins
-        return {pattern: chosen[pattern] for pattern in in_order}, self._put_together(chosen, within)
+        return {pattern: chosen[pattern] for pattern in in_order}, self._put_together(chosen, tried)
 
-    def _put_together(self, chosen: Mapping[str, float], within: Mapping[float, PackedMasks]) -> PackedMasks:
+    def _put_together(self, chosen: Mapping[str, float], tried: Mapping[float, PackedMasks]) -> PackedMasks:
         """Of each block the masks of its threshold; nothing of the others."""
-        found, any_ = PackedMasks(), next(iter(within.values()))
+        found, any_ = PackedMasks(), next(iter(tried.values()))
         for target in self._context.targets:
             threshold, name = chosen.get(_pattern(target)), target.name
-            packed = torch.zeros_like(any_.packed(name)) if threshold is None else within[threshold].packed(name)
+            packed = torch.zeros_like(any_.packed(name)) if threshold is None else tried[threshold].packed(name)
             found.add_packed(name, packed, any_.columns(name))
         return found
 

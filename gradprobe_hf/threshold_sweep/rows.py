@@ -45,7 +45,8 @@ class ThresholdSweep:
         reported: the tuned threshold and the dense model on the half of the evaluation that did not choose it; `dense`
             and `rows` are of the half that did. None where nothing was tuned.
         tuned_sparsity: of the candidates that go with the tuned threshold: the configuration's `sparsity`.
-        left_dense: blocks for which no threshold kept the limit (`order="sequential"`): its `exclude`.
+        left_dense: blocks for which no threshold kept the limit (`order="sequential"`): the `exclude` of what is tuned;
+            empty where that is None, and every block is.
     """
 
     dense: Measurement

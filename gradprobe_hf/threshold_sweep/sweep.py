@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.comparison.compare import check_evaluation, check_without_recovery
 from gradprobe_hf.config.config import GradProbeConfig, resolve_config
 from gradprobe_hf.config.values import GradientThreshold
-from gradprobe_hf.decisions.search import allowed
+from gradprobe_hf.decisions.search import allowed, within
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.passes.loss import LossFunction
 from gradprobe_hf.model.passes.own_forward import with_own_forward
@@ -72,7 +72,13 @@ def sweep_gradient_thresholds(
     """
     if max_metric_drop is not None:
         check_drop(max_metric_drop)
-    config = threshold_rule(resolve_config(config))
+    config = resolve_config(config)
+    if config.structure is not None:
+        raise ValueError(
+            f"structure={config.structure!r} has no part in a sweep of thresholds, which decide about single weights. "
+            "Leave structure unset."
+        )
+    config = threshold_rule(config)
     check_without_recovery(config)
     if config.metric is not None:
         raise ValueError(
@@ -114,7 +120,8 @@ def sweep_gradient_thresholds(
         limit = allowed(metric_of(sweep.dense), max_metric_drop)
         numbers = [one for one in wanted if isinstance(one, (int, float))]
         rows = sweep.rows_in_turn(numbers, shares, limit) if in_turn else sweep.rows(wanted, shares, limit)
-        kept = [row for row in rows if metric_of(row) <= limit]
+        # Block by block a row may be of no block at all: a dense model, and no threshold.
+        kept = [row for row in rows if row.gradient_threshold != {} and within(metric_of(row), limit)]
         if not kept:
             return ThresholdSweep(sweep.dense, rows)
         tuned = max(kept, key=lambda row: row.zeros)

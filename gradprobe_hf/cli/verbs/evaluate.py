@@ -45,6 +45,13 @@ _BELONGS: dict[str, tuple[str, Callable[[argparse.Namespace], bool]]] = {
     **{name: ("--tasks", lambda o: bool(o.tasks)) for name in ("include_path", "num_fewshot", "limit")},
 }
 
+# What a text may have done for a model.
+_KNOWN_BY = {
+    "calibrated": "what the model was calibrated on",
+    "chosen": "what its sparsity was chosen by (max_metric_drop)",
+    "trained": "what the model was trained on",
+}
+
 
 def add_arguments(parser: VerbParser) -> None:
     parser.add_model(*SOURCE)
@@ -205,7 +212,7 @@ def _beside(dense: _Loaded | None, is_another: bool) -> Original:
 
 
 def _warn_of_known_text(options: argparse.Namespace, batches: Batches) -> dict[str, float]:
-    """Say that MODEL was calibrated, or trained, on what is measured; which of both -> about which share of it."""
+    """Say what of MODEL came of the text that is measured; what the text did -> about which share of it did that."""
     from gradprobe_hf.checkpoint.origin import stored_report
     from gradprobe_hf.data.batches import SHARED, share_in_sketch
 
@@ -213,17 +220,21 @@ def _warn_of_known_text(options: argparse.Namespace, batches: Batches) -> dict[s
     with suppress(OSError):  # of a Hub model that is in the cache alone
         report, _ = stored_report(options.model, given(options, "revision"))
     recovery = (report and report.recovery) or {}
-    texts = {"calibrated": report and report.calibration, "trained": recovery.get("text")}
+    texts = {
+        "calibrated": report and report.calibration,
+        "chosen": report and report.selection,
+        "trained": recovery.get("text"),
+    }
     shares = {
         what: share_in_sketch(text["sketch"], batches) for what, text in texts.items() if text and "sketch" in text
     }
     known = {what: share for what, share in shares.items() if share >= SHARED}
     for what, share in known.items():
         logger.warning(
-            "about %.0f%% of %s is what the model was %s on, and shows too little of what it lost: measure on others",
+            "about %.0f%% of %s is %s, and shows too little of what it lost: measure on others",
             100 * share,
             options.data or batches.source,
-            what,
+            _KNOWN_BY[what],
         )
     return known
 

@@ -107,11 +107,18 @@ class KeptText:
         if bool(self.processes.min_(torch.tensor(int(kept is not None)))) and kept is not None:
             return kept
         ids = write()
+        self.processes.in_all(partial(self._keep, ids, key))
+        return ids
+
+    def _keep(self, ids: Tensor, key: str) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         scratch = self.path.with_suffix(".tmp")
-        save_file({"ids": ids}, scratch, metadata={"of": key})
+        try:
+            save_file({"ids": ids}, scratch, metadata={"of": key})
+        except SafetensorError as error:  # what a full disk is to safetensors
+            scratch.unlink(missing_ok=True)
+            raise OSError(f"the text that the model wrote cannot be kept in {self.path.parent}: {error}") from error
         scratch.replace(self.path)  # whole or not at all
-        return ids
 
     def _read(self, key: str) -> Tensor | None:
         if not self.path.exists():

@@ -14,6 +14,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from gradprobe_hf.model.parameters import aliases, is_on_disk, offloaded_parameter, parameter_bytes
 from gradprobe_hf.runtime.interrupts import uninterrupted
+from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.scratch import remove_scratch, scratch_folder
 
 
@@ -37,52 +39,65 @@ class _Transaction:
     def __enter__(self) -> _Transaction:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         steps = self.cleanup if kind is None else self.undo[::-1]
         with uninterrupted():
             for step in steps:
                 with suppress(OSError):  # one file that cannot be removed must not stop the others
                     step()
-        if isinstance(error, SafetensorError):
-            raise OSError(f"the offload store cannot be written: {error}") from error
 
 
-def replace_on_disk(model: nn.Module, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+def replace_on_disk(
+    model: nn.Module, changes: Mapping[str, Callable[[Tensor], Tensor]], processes: Processes | None = None
+) -> None:
     """Change parameters that are stored on disk, all of them or none.
 
     Args:
         changes: parameter name -> a function from its stored values to the new ones.
+        processes: which all change theirs, or none does; a collective then. Default: this one alone.
 
     Raises:
         OSError: no room, or no permission; the store is as it was.
     """
-    folders: dict[str, Path] = {}
     with _Transaction() as transaction:
-        for name, change in changes.items():
-            # The store has an entry for each name of a tied parameter.
-            for alias in [name, *(other for other, canonical in aliases(model).items() if canonical == name)]:
-                offloaded = offloaded_parameter(model, alias)
-                assert offloaded is not None, "it is on disk"
-                store, key = offloaded.store
-                assert isinstance(store, OffloadedWeightsLoader)
-                value = change(offloaded.read())
+        write = partial(_change, model, changes, transaction)
+        # None cleans up before all have written: of what one cannot, the others undo theirs.
+        (processes or Processes()).in_all(write, patiently=True)
+
+
+def _change(model: nn.Module, changes: Mapping[str, Callable[[Tensor], Tensor]], transaction: _Transaction) -> None:
+    folders: dict[str, Path] = {}
+    for name, change in changes.items():
+        # The store has an entry for each name of a tied parameter.
+        for alias in [name, *(other for other, canonical in aliases(model).items() if canonical == name)]:
+            offloaded = offloaded_parameter(model, alias)
+            assert offloaded is not None, "it is on disk"
+            store, key = offloaded.store
+            assert isinstance(store, OffloadedWeightsLoader)
+            value = change(offloaded.read())
+            try:
                 if store.index[key].get("safetensors_file") is None:
                     _replace_file(store, key, value, transaction)
                 else:
                     _redirect(store, key, value, _changes_folder(model, store, folders), transaction)
+            except SafetensorError as error:
+                raise OSError(f"the offload store cannot be written: {error}") from error
 
 
-def check_store_room(model: nn.Module, parameters: set[str], checkpoint: str | Path | None = None) -> None:
+def check_store_room(
+    model: nn.Module, parameters: set[str], checkpoint: str | Path | None = None, processes: int = 1
+) -> None:
     """Raise OSError, before any work, if changed weights will not fit on the disk beside the stored ones.
 
     Args:
         checkpoint: where the whole model will be saved first, perhaps on the same disk.
+        processes: how many there are, each of which writes its own; all on this disk, for all that is known.
     """
     needed: dict[Path, int] = {}
     for name in parameters:
         if is_on_disk(model, name) and (offloaded := offloaded_parameter(model, name)) is not None:
             folder = _store_folder(offloaded.store[0])
-            needed[folder] = needed.get(folder, 0) + model.get_parameter(name).nbytes
+            needed[folder] = needed.get(folder, 0) + processes * model.get_parameter(name).nbytes
     for folder, nbytes in needed.items():
         if checkpoint is not None and _disk_of(folder) == _disk_of(Path(checkpoint)):
             nbytes += parameter_bytes(model)

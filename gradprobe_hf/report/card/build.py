@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.presets import METHOD
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.report.card.files import size_of_files
 from gradprobe_hf.report.card.matrices import block_rows, changed_outside, unreached
@@ -182,9 +183,21 @@ def recovery_options(report: Report) -> str:
 
 
 def set_options(config: GradProbeConfig) -> dict[str, Any]:
-    """What is aimed at, and the options that are not what they are by default with that; both make it again."""
+    """What is aimed at, and the options that are not what they are by default with that: they make it again.
+
+    A method is told by all of its options where some would be those of another one.
+    """
     aims = ("structure", *BUDGETS) if config.structure is not None else ("pattern",) if config.group else ("sparsity",)
     values = config.to_dict()
     aimed = {name: values[name] for name in aims if values[name] is not None}
     default = GradProbeConfig(**aimed).to_dict()
-    return aimed | {name: value for name, value in values.items() if value not in (None, default[name])}
+    found = aimed | {name: value for name, value in values.items() if value not in (None, default[name])}
+    method = {name: values[name] for name in (*METHOD, "dense_target") if values[name] is not None}
+    return found if _made_of(found) == config else found | method
+
+
+def _made_of(options: Mapping[str, Any]) -> GradProbeConfig | None:
+    try:
+        return GradProbeConfig.from_dict(options)
+    except ValueError:
+        return None

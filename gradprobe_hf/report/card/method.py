@@ -5,6 +5,7 @@ from __future__ import annotations
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.values import GradientThreshold
 from gradprobe_hf.report.original import DENSE, Original
+from gradprobe_hf.report.percent import asked_percent
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from gradprobe_hf.structures.table import STRUCTURES, shape_words
 
@@ -98,21 +99,21 @@ def _schedule(config: GradProbeConfig, original: Original) -> list[str]:
             "probed on the model as pruned so far."
         )
     if config.rounds:
-        rounds = ", ".join(f"{sparsity:.0%}" for sparsity in config.rounds)
+        rounds = ", ".join(map(asked_percent, config.rounds))
         said.append(f"This was done in rounds ({rounds}), each probed on the model as the one before would prune it.")
     if config.max_metric_drop is not None:
         said.append(
             f"The sparsity is the largest that was found whose metric is within {config.max_metric_drop} of "
-            f"{original.whose}, up to {config.final_sparsity:.0%}."
+            f"{original.whose}, up to {asked_percent(config.final_sparsity)}."
         )
     if config.updates and config.dense_target:
         said.append(
-            f"The outputs to keep were taken {config.dense_target:.0%} of the way from the model as pruned so far to "
-            f"{original.name}."
+            f"The outputs to keep were taken {asked_percent(config.dense_target)} of the way from the model as pruned "
+            f"so far to {original.name}."
         )
     if config.refines:
         said.append(config.refinement_row.sentence)
     if config.bounds is not None:
         low, high = config.bounds
-        said.append(f"Of every matrix at least {low:.0%} and at most {high:.0%} went.")
+        said.append(f"Of every matrix at least {asked_percent(low)} and at most {asked_percent(high)} went.")
     return said

@@ -7,6 +7,7 @@ from typing import Any
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.report.card.base_model import names_in
 from gradprobe_hf.report.card.shapes import saved
+from gradprobe_hf.report.percent import percent
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.structures.table import shape_words
 
@@ -66,7 +67,7 @@ def origins(model: dict[str, Any]) -> list[str]:
 def extent(report: Report, config: GradProbeConfig) -> str:
     if report.structure is not None:
         return f"{saved(report.structure):.0%} smaller"
-    return f"pruned to {config.pattern}" if config.group else f"{report.sparsity:.0%} pruned"
+    return f"pruned to {config.pattern}" if config.group else f"{percent(report.sparsity)} pruned"
 
 
 def short_name(model: dict[str, Any]) -> str:

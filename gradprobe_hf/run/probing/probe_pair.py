@@ -252,7 +252,8 @@ class ProbePair:
     def _save(self, state: ProbeState) -> None:
         snapshots = self.context.snapshots
         if snapshots and len(state.tally) % snapshots.save_every == 0:
-            snapshots.record(state.stage.step, state.values(), state.parts(), len(state.tally))
+            position = len(state.tally)
+            snapshots.record(state.stage.step, state.values(), state.parts(), position, together=False)
 
     def _count_probe(self, stage: ProbeStage, loss: float) -> None:
         self.diagnostics.probe_losses[stage.name] = loss

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gradprobe_hf.decisions.search import FINEST, allowed, levels
+from gradprobe_hf.decisions.search import FINEST, allowed, levels, within
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.probing.probe_pair import Position, ProbePair
@@ -62,7 +62,7 @@ def search(context: RunContext, diagnostics: Diagnostics, measured: Measured, de
             masks = pair.masks_at(sparsity)
         value = measured(masks)
         diagnostics.curve.append(_point(sparsity, value, limit, probed=probes))
-        if not value <= limit:  # NaN is beyond it too
+        if not within(value, limit):
             return _Bisection(pair, measured, limit, best).between(kept, sparsity)
         best, kept = masks, sparsity
     return best
@@ -88,7 +88,7 @@ class _Bisection:
             masks = self.pair.masks_at(middle)
             value = self.measured(masks)
             self.pair.diagnostics.curve.append(_point(middle, value, self.limit, probed=False))
-            if value <= self.limit:
+            if within(value, self.limit):
                 found, low = masks, middle
             else:
                 high = middle
@@ -100,4 +100,4 @@ class _Bisection:
 
 
 def _point(sparsity: float, value: float, limit: float, probed: bool) -> dict[str, Any]:
-    return {"sparsity": sparsity, "metric": value, "limit": limit, "within": value <= limit, "probed": probed}
+    return {"sparsity": sparsity, "metric": value, "limit": limit, "within": within(value, limit), "probed": probed}

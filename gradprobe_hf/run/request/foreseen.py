@@ -10,7 +10,7 @@ from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.derived import LEAST_DAMPING
-from gradprobe_hf.data.batches import SHARED, row_count, shared_passages, shared_rows
+from gradprobe_hf.data.batches import SHARED, Batches, row_count, shared_passages, shared_rows
 from gradprobe_hf.data.text.special_tokens import tokenizer_of
 from gradprobe_hf.model.families import is_causal, is_in_tower, without_cache
 from gradprobe_hf.model.loading.checks import MODULES
@@ -48,16 +48,26 @@ def foreseen_warnings(context: RunContext) -> list[str]:
 
 
 def _about_data(context: RunContext) -> list[str]:
-    evaluation = context.evaluation
-    if shared := shared_rows(context.calibration, evaluation):
-        rows, _ = counted_as(context.task, evaluation)
-        return [f"{shared} of the {evaluation.samples} evaluation {rows} were also calibrated on; evaluate on others."]
-    share = shared_passages(context.calibration, evaluation)
+    halves = {"": context.evaluation, " of the half that chooses": context.selection}
+    return [said for half, batches in halves.items() if (said := _about_known(context, batches, half)) is not None]
+
+
+def _about_known(context: RunContext, batches: Batches, half: str) -> str | None:
+    """Where what is measured was also calibrated on.
+
+    Args:
+        half: which part of the evaluation it is, if that is to be said.
+    """
+    if shared := shared_rows(context.calibration, batches):
+        rows, _ = counted_as(context.task, batches)
+        return f"{shared} of the {batches.samples} evaluation {rows}{half} were also calibrated on; evaluate on others."
+    share = shared_passages(context.calibration, batches)
     if share < SHARED:
-        return []
-    return [
-        f"{share:.0%} of the evaluation text was also calibrated on, in windows cut otherwise; evaluate on another."
-    ]
+        return None
+    return (
+        f"{share:.0%} of the evaluation text{half} was also calibrated on, in windows cut otherwise; evaluate on "
+        "another."
+    )
 
 
 def _about_media(context: RunContext) -> list[str]:
