@@ -15,11 +15,8 @@ from gradprobe_hf.runtime.paths import expanded, folder_name
 # Of one pass over a text: a divergence stands beside the perplexity that was measured with it, or not at all.
 _OF_ONE_PASS = {"perplexity", "kl_divergence", "top1_agreement"}
 _OF_ONE_DATA = ("unique_identifier", "dataset_args", "source_url")
-_NOTES = (
-    "calibrated_on",
-    "chosen_on",
-    "trained_on",
-)  # arguments of a metric that say of the text what the model knows of it
+# Arguments of a metric that say of the text what the model knows of it.
+_NOTES = ("calibrated_on", "chosen_on", "trained_on")
 
 
 def check_card(folder: str | Path) -> None:

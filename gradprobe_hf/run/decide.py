@@ -118,9 +118,7 @@ def conclude(
     """
     removal = None if masks is None else removal_of(context, masks)
     gone: frozenset[str] = frozenset() if removal is None else removal.blocks
-    # Where a search has kept nothing, there is nothing to make up for: a least-squares fit to the same outputs would
-    # change every weight by its rounding, and fill zeros.
-    if masks is not None and not (context.config.reconstructs and masks.any()):
+    if masks is not None and not (context.config.reconstructs and _anything_goes(context, masks)):
         biases = silenced(context.model, sorted(gone))
         return PruningDecision(masks, diagnostics, _unreached(context, diagnostics), biases, removal=removal)
     with context.stopwatch("reconstruction"), exact_products():
@@ -150,6 +148,15 @@ def conclude(
         matched=found.matched,
         removal=removal,
     )
+
+
+def _anything_goes(context: RunContext, masks: PackedMasks) -> bool:
+    """Whether there is something to make up for. A collective: of a sharded model each process has masks of its own.
+
+    There is not where a search has kept nothing: a fit to the same outputs would change every weight by its rounding,
+    and fill zeros.
+    """
+    return bool(context.processes.max_(torch.tensor(int(masks.any()))))
 
 
 def _unreached(context: RunContext, diagnostics: Diagnostics) -> tuple[str, ...]:
