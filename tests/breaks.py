@@ -980,8 +980,8 @@ BREAKS = [
     Break(
         "a metric that falls by exactly the drop is beyond it",
         "decisions/search.py",
-        "value <= limit or math.isclose(value, limit, rel_tol=ROUNDED, abs_tol=1e-12)",
-        "value <= limit",
+        "value <= self.value or value - self.value <= slack",
+        "value <= self.value",
         "test_metric_drop.py",
     ),
     Break(

@@ -25,7 +25,7 @@ from gradprobe_hf.checkpoint.push import kept_in, push_folder
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.loading.stored_files import remember_source
-from gradprobe_hf.report.card.build import set_options
+from gradprobe_hf.report.card.build import build_card, set_options
 from tests import cases, labelled
 from tests.loopback_hub import TOKEN, Repository
 
@@ -186,6 +186,13 @@ def test_every_kind_of_run_has_a_card(options, said, checkpoint, tmp_path):
     assert ("| `model.layers.0` to `model.layers." in text) == blocks_are_alike
     assert ("Calibration.** None" in text) == (options.get("score") == "magnitude")
     assert not (tmp_path / "out" / "assets" / "perplexity.png").exists()
+
+
+@pytest.mark.parametrize("options", [{"sparsity": 0.0002, "probes": 1}, {"sparsity": 0.9998, "probes": 1}])
+def test_a_card_rounds_to_none_and_all_only_what_is(options):
+    result = cases.prune(cases.build("llama"), cases.batches("llama"), **options)
+    said = str(build_card(result.report, result.config, {}, "me/half")).partition("## ")[0]
+    assert not re.search(r"(?<![\d.])(0|0\.0|100|100\.0)%", said), said
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from gradprobe_hf.data.batches import from_iterable
 from gradprobe_hf.data.windows import EVALUATION_SEED
-from gradprobe_hf.decisions.search import allowed, within
+from gradprobe_hf.decisions.search import Limit
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
@@ -252,6 +252,10 @@ def test_where_nothing_goes_nothing_changes(update):
     )
     assert cases.changed(model, before) == []
     assert not any("are none now" in warning for warning in result.report.warnings)
+    card = str(build_card(result.report, result.config, {}, "me/half"))
+    assert "so that nothing was pruned." in card
+    assert "were changed" not in card
+    assert "of the way" not in card
 
 
 @pytest.mark.parametrize("rows", [50, 100, 1000])
@@ -259,11 +263,19 @@ def test_where_nothing_goes_nothing_changes(update):
 def test_an_accuracy_that_falls_by_exactly_as_much_is_within(rows, drop):
     for right in range(rows // 10, rows + 1, 10):
         fewer = right // 10 if drop == "10%" else round(drop * rows)
-        limit = allowed(-right / rows, drop)
-        assert within(-(right - fewer) / rows, limit), right
-        assert not within(-(right - fewer - 1) / rows, limit), right
-    assert not within(math.nan, 1.0)
-    assert within(0.8 - 0.1, 0.7)
+        limit = Limit.of(-right / rows, drop)
+        assert limit.keeps(-(right - fewer) / rows), right
+        assert not limit.keeps(-(right - fewer - 1) / rows), right
+    as_float32 = [float(torch.tensor(value, dtype=torch.float32)) for value in (-0.8, -0.7)]
+    assert Limit.of(as_float32[0], 0.1).keeps(as_float32[1])
+    assert not Limit.of(1.0, 0.5).keeps(math.nan)
+
+
+@pytest.mark.parametrize(
+    ("before", "drop", "after"), [(-3e6, 0, -2_999_998), (-5e6, 1, -4_999_994.9), (50_000.0, 0.01, 50_000.05)]
+)
+def test_what_is_forgiven_is_small_beside_the_drop(before, drop, after):
+    assert not Limit.of(before, drop).keeps(after)
 
 
 def test_rows_that_choose_the_sparsity_are_not_to_be_calibrated_on():
@@ -274,10 +286,10 @@ def test_rows_that_choose_the_sparsity_are_not_to_be_calibrated_on():
         assert sum("calibrated on" in warning for warning in found.warnings) == 1
 
 
-def test_allowed():
-    assert allowed(10.0, 0.5) == 10.5
-    assert allowed(10.0, "5%") == 10.5
-    assert allowed(-0.8, "10%") == pytest.approx(-0.72), "an accuracy of 0.8, of which more is better"
+def test_what_a_drop_allows():
+    assert Limit.of(10.0, 0.5).value == 10.5
+    assert Limit.of(10.0, "5%").value == 10.5
+    assert Limit.of(-0.8, "10%").value == pytest.approx(-0.72), "an accuracy of 0.8, of which more is better"
 
 
 def test_a_metric_without_a_limit_is_refused():

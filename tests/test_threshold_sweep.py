@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gradprobe_hf import GradProbeConfig, sweep_gradient_thresholds
+from gradprobe_hf.decisions.search import Limit
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.probing import probe_pair
@@ -54,20 +55,20 @@ def row(threshold):
 @pytest.mark.parametrize(("limit", "wanted"), [(12.3, 2.3), (10.0, 0.0), (11.999, 1.999)])
 def test_bisection_ends_at_the_limit_and_keeps_it(limit, wanted):
     start = [row(threshold) for threshold in (4.0, "adaptive", 0.0, 1.0, 2.0)]
-    found = refined(start, limit, row)
+    found = refined(start, Limit(10.0, limit), row)
     assert len(found) == BISECTIONS
     within = [one.gradient_threshold for one in [*start, *found] if one.perplexity <= limit and one != start[1]]
     assert wanted - 2 / 2**BISECTIONS <= max(within) <= wanted
 
 
 def test_what_is_nan_does_not_keep_the_limit():
-    broken = ThresholdRow(4.0, 0.5, 100, math.nan, math.nan, 0.5)
-    assert refined([row(0.0), row(1.0), broken], 12.0, row) == refined([row(0.0), row(1.0), row(4.0)], 12.0, row)
+    broken, limit = ThresholdRow(4.0, 0.5, 100, math.nan, math.nan, 0.5), Limit(10.0, 12.0)
+    assert refined([row(0.0), row(1.0), broken], limit, row) == refined([row(0.0), row(1.0), row(4.0)], limit, row)
 
 
 @pytest.mark.parametrize("limit", [9.0, 20.0])
 def test_there_is_nothing_to_bisect_where_all_or_none_keep_the_limit(limit):
-    assert refined([row(0.0), row(1.0)], limit, lambda _: pytest.fail("tried")) == []
+    assert refined([row(0.0), row(1.0)], Limit(10.0, limit), lambda _: pytest.fail("tried")) == []
 
 
 @pytest.mark.parametrize("drop", ["10%", 0.0])

@@ -89,7 +89,7 @@ class Report:
         calibration, evaluation: source, protocol and fingerprint of the texts; dense and pruned measurements, and the
             `divergence` of one from the other, where they predict tokens.
         selection: what chose the sparsity with `max_metric_drop`: the text (another half of what `evaluation` was drawn
-            from) or the user's own metric, its value there, and the limit.
+            from) or the user's own metric, its value there, and the limit; by `sketch` the text is known again.
         recovery: how the kept weights were trained afterwards: its steps, text, options and teacher, and what was
             measured before; None: they were not. `evaluation` is then of the model as it was left.
         probes: mean calibration loss of each probe, in nats.

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.decisions.search import allowed, within
+from gradprobe_hf.decisions.search import Limit
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.targets import Target
@@ -251,7 +251,7 @@ def _broken_promise(run: FinishedRun) -> str | None:
     sign, dense, pruned = 1, measured.dense.metric, measured.pruned.metric
     if task_metric is not None and run.metric is not None:
         sign, dense, pruned = task_metric.sign, run.metric["dense"], run.metric["pruned"]
-    if within(sign * pruned, allowed(sign * dense, drop)):
+    if Limit.of(sign * dense, drop).keeps(sign * pruned):
         return None
     return (
         f"On the half of the evaluation that did not choose the sparsity the metric went from {dense:.4g} to "

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gradprobe_hf.config.values import GradientThreshold
-from gradprobe_hf.decisions.search import within
+from gradprobe_hf.decisions.search import Limit
 from gradprobe_hf.threshold_sweep.rows import ThresholdRow, metric_of
 
 BISECTIONS = 6
 
 
 def refined(
-    rows: Sequence[ThresholdRow], limit: float, tried: Callable[[GradientThreshold], ThresholdRow]
+    rows: Sequence[ThresholdRow], limit: Limit, tried: Callable[[GradientThreshold], ThresholdRow]
 ) -> list[ThresholdRow]:
     """More rows: bisection between the last number that keeps the limit and the first behind it that does not."""
     numbers = sorted((row for row in rows if isinstance(row.gradient_threshold, (int, float))), key=_threshold)
-    kept = [_threshold(row) for row in numbers if within(metric_of(row), limit)]
-    others = [_threshold(row) for row in numbers if not within(metric_of(row), limit)]
+    kept = [_threshold(row) for row in numbers if limit.keeps(metric_of(row))]
+    others = [_threshold(row) for row in numbers if not limit.keeps(metric_of(row))]
     beyond = [threshold for threshold in others if kept and threshold > kept[-1]]
     found: list[ThresholdRow] = []
     if beyond:
@@ -25,7 +25,7 @@ def refined(
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
             found.append(tried(middle))
-            low, high = (middle, high) if within(metric_of(found[-1]), limit) else (low, middle)
+            low, high = (middle, high) if limit.keeps(metric_of(found[-1])) else (low, middle)
     return found
 
 

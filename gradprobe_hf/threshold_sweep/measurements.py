@@ -10,7 +10,7 @@ import torch
 from gradprobe_hf.comparison.rows import Comparison
 from gradprobe_hf.config.values import GradientThreshold
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.decisions.search import within
+from gradprobe_hf.decisions.search import Limit
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
@@ -33,7 +33,7 @@ class ThresholdMeasurements:
         self._in_turn: dict[float, PackedMasks] = {}  # sparsity of the candidates -> what was chosen block by block
 
     def rows(
-        self, wanted: Sequence[GradientThreshold], sparsities: Sequence[float], limit: float | None = None
+        self, wanted: Sequence[GradientThreshold], sparsities: Sequence[float], limit: Limit | None = None
     ) -> list[ThresholdRow]:
         """Every threshold with every sparsity; with a limit, bisection between the thresholds of each sparsity."""
         found: list[ThresholdRow] = []
@@ -47,7 +47,7 @@ class ThresholdMeasurements:
             found += rows if limit is None else [*rows, *refined(rows, limit, tried)]
         return found
 
-    def rows_in_turn(self, numbers: Sequence[float], sparsities: Sequence[float], limit: float) -> list[ThresholdRow]:
+    def rows_in_turn(self, numbers: Sequence[float], sparsities: Sequence[float], limit: Limit) -> list[ThresholdRow]:
         """A row for each sparsity, whose thresholds are chosen block by block."""
         found = []
         for sparsity in sparsities:
@@ -76,18 +76,18 @@ class ThresholdMeasurements:
         return ThresholdRow(threshold, row.sparsity, row.zeros, row.loss, row.perplexity, candidates)
 
     def _chosen_in_turn(
-        self, numbers: Sequence[float], sparsity: float, limit: float
+        self, numbers: Sequence[float], sparsity: float, limit: Limit
     ) -> tuple[dict[str, float], PackedMasks]:
         """Pattern of each block -> the largest threshold that keeps its share of the drop; a block without is dense."""
         candidates = self._candidates(sparsity)
         tried = {number: self._pair.masks_within(number, candidates) for number in sorted(numbers, reverse=True)}
         patterns = list(dict.fromkeys(map(_pattern, self._context.targets)))
-        dense, chosen = metric_of(self.dense), dict[str, float]()
+        chosen = dict[str, float]()
         for number, pattern in enumerate(patterns, 1):
-            share = dense + (limit - dense) * number / len(patterns)
+            share = limit.part(number / len(patterns))
             for threshold in tried:
                 masks = self._put_together(chosen | {pattern: threshold}, tried)
-                if within(metric_of(self._row(threshold, sparsity, masks)), share):
+                if share.keeps(metric_of(self._row(threshold, sparsity, masks))):
                     chosen[pattern] = threshold
                     break
         in_order = sorted(chosen, key=lambda pattern: pattern == "*")  # the first that matches wins

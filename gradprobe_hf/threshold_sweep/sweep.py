@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.comparison.compare import check_evaluation, check_without_recovery
 from gradprobe_hf.config.config import GradProbeConfig, resolve_config
 from gradprobe_hf.config.values import GradientThreshold
-from gradprobe_hf.decisions.search import allowed, within
+from gradprobe_hf.decisions.search import Limit
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.passes.loss import LossFunction
 from gradprobe_hf.model.passes.own_forward import with_own_forward
@@ -117,11 +117,11 @@ def sweep_gradient_thresholds(
         sweep = ThresholdMeasurements(context)
         if max_metric_drop is None:
             return ThresholdSweep(sweep.dense, sweep.rows(wanted, shares))
-        limit = allowed(metric_of(sweep.dense), max_metric_drop)
+        limit = Limit.of(metric_of(sweep.dense), max_metric_drop)
         numbers = [one for one in wanted if isinstance(one, (int, float))]
         rows = sweep.rows_in_turn(numbers, shares, limit) if in_turn else sweep.rows(wanted, shares, limit)
         # Block by block a row may be of no block at all: a dense model, and no threshold.
-        kept = [row for row in rows if row.gradient_threshold != {} and within(metric_of(row), limit)]
+        kept = [row for row in rows if row.gradient_threshold != {} and limit.keeps(metric_of(row))]
         if not kept:
             return ThresholdSweep(sweep.dense, rows)
         tuned = max(kept, key=lambda row: row.zeros)

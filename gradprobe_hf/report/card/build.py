@@ -47,7 +47,7 @@ def build_card(
         template_str=template,
         title=f"{short_name(report.model)}, {extent(report, config)}",
         summary=summary(report, config, base),
-        method=describe_method(_as_decided(report, config), report.made_of),
+        method=_method(report, config),
         snippet=loading_snippet(report, where, revision),
         made_of=report.made_of,
         beside=report.beside,
@@ -130,6 +130,12 @@ def _dense_sparsity(report: Report) -> str:
 def _speed(report: Report) -> dict[str, Any] | None:
     speed = None if report.recovered_towards else report.speed  # of what was pruned here, and not of that model
     return speed and {"rows": measurements(speed), "protocol": protocol(speed, report.made_of.whose)}
+
+
+def _method(report: Report, config: GradProbeConfig) -> str:
+    if report.selection is not None and report.selection["value"] is None:
+        return "No sparsity that was tried kept the metric within its limit, so that nothing was pruned."
+    return describe_method(_as_decided(report, config), report.made_of)
 
 
 def _as_decided(report: Report, config: GradProbeConfig) -> GradProbeConfig:

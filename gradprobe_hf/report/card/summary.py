@@ -22,13 +22,14 @@ def summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> st
     if report.structure is not None:
         sizes = report.structure["parameters"]
         return (
-            f"{derived} with {saved(report.structure):.1%} of its parameters removed in whole structures: "
+            f"{derived} with {percent(saved(report.structure), 1)} of its parameters removed in whole structures: "
             f"{sizes['before']:,} are {sizes['after']:,} now. **It is smaller wherever it is loaded**: a "
             f"{kind_of_files(report.model)} of smaller shapes, made with gradprobe_hf and loaded without it.{after}"
         )
+    of_all = percent(report.zeros / report.model["parameters"], 1)
     return (
-        f"{derived} with {report.sparsity:.1%} of the weights in {len(report.matrices)} of its matrices set to zero "
-        f"({kind}; {report.zeros:,} weights, {report.zeros / report.model['parameters']:.1%} of all parameters){how}. "
+        f"{derived} with {percent(report.sparsity, 1)} of the weights in {len(report.matrices)} of its matrices set to "
+        f"zero ({kind}; {report.zeros:,} weights, {of_all} of all parameters){how}. "
         "**The zeros are stored densely: they make it no smaller and no faster by themselves.** It "
         f"is a {kind_of_files(report.model)}, made with gradprobe_hf and loaded without it.{after}"
     )
@@ -66,7 +67,7 @@ def origins(model: dict[str, Any]) -> list[str]:
 
 def extent(report: Report, config: GradProbeConfig) -> str:
     if report.structure is not None:
-        return f"{saved(report.structure):.0%} smaller"
+        return f"{percent(saved(report.structure))} smaller"
     return f"pruned to {config.pattern}" if config.group else f"{percent(report.sparsity)} pruned"
 
 

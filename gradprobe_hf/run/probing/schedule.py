@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gradprobe_hf.decisions.search import FINEST, allowed, levels, within
+from gradprobe_hf.decisions.search import FINEST, Limit, levels
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.probing.probe_pair import Position, ProbePair
@@ -46,7 +46,7 @@ def search(context: RunContext, diagnostics: Diagnostics, measured: Measured, de
         dense: the metric of the model as it is.
     """
     config = context.config
-    limit = allowed(dense, config.max_metric_drop)
+    limit = Limit.of(dense, config.max_metric_drop)
     begun, probes = begun_in(context.snapshots), config.needs.probes
     pair, best, kept = None, PackedMasks(), 0.0
     for number, sparsity in enumerate(levels(config.first_level, config.sparsity_step, config.final_sparsity)):
@@ -62,7 +62,7 @@ def search(context: RunContext, diagnostics: Diagnostics, measured: Measured, de
             masks = pair.masks_at(sparsity)
         value = measured(masks)
         diagnostics.curve.append(_point(sparsity, value, limit, probed=probes))
-        if not within(value, limit):
+        if not limit.keeps(value):
             return _Bisection(pair, measured, limit, best).between(kept, sparsity)
         best, kept = masks, sparsity
     return best
@@ -78,7 +78,7 @@ class _Bisection:
 
     pair: ProbePair
     measured: Measured
-    limit: float
+    limit: Limit
     best: PackedMasks
 
     def between(self, low: float, high: float) -> PackedMasks:
@@ -88,7 +88,7 @@ class _Bisection:
             masks = self.pair.masks_at(middle)
             value = self.measured(masks)
             self.pair.diagnostics.curve.append(_point(middle, value, self.limit, probed=False))
-            if within(value, self.limit):
+            if self.limit.keeps(value):
                 found, low = masks, middle
             else:
                 high = middle
@@ -99,5 +99,6 @@ class _Bisection:
         return self.best or self.pair.masks_at(0.0)
 
 
-def _point(sparsity: float, value: float, limit: float, probed: bool) -> dict[str, Any]:
-    return {"sparsity": sparsity, "metric": value, "limit": limit, "within": within(value, limit), "probed": probed}
+def _point(sparsity: float, value: float, limit: Limit, probed: bool) -> dict[str, Any]:
+    within = limit.keeps(value)
+    return {"sparsity": sparsity, "metric": value, "limit": limit.value, "within": within, "probed": probed}
