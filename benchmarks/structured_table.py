@@ -86,7 +86,7 @@ def _notes(methods: list[str], cells: Cells) -> str:
     if steps:
         taken = " or ".join(map(str, sorted(steps)))
         notes += f" Recovered: trained for {taken} steps of 8 windows towards the dense model, on the calibration text"
-        notes += (", without any of the model's own" if own else "") + f"{_rates(cells)}."
+        notes += (", without any of the model's own unless the row says so" if own else "") + f"{_rates(cells)}."
     return notes
 
 
