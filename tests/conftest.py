@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,6 +18,7 @@ if "GRADPROBE_GPU" not in os.environ:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -55,6 +57,14 @@ TEXT = " ".join(
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)  # tiny matrices: a second thread only waits
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """What a test draws is the same whichever tests went before it."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
