@@ -15,7 +15,7 @@ from gradprobe_hf.evaluation import divergence
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.new_weights import NewWeights
-from gradprobe_hf.report.warnings import more_left
+from gradprobe_hf.report.warnings import advice_where_emptied
 from gradprobe_hf.run import decide
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.probing import pair_masks, probe_pair
@@ -175,9 +175,9 @@ def test_a_share_that_rows_round_down_is_told():
 )
 def test_what_a_warning_advises_is_an_option(options):
     config = cases.config(**options)
-    advised = dict(re.findall(r"(\w+)=('?[\w.]+)", more_left(config)))
+    advised = dict(re.findall(r"(\w+)=('?[\w.]+)", advice_where_emptied(config)))
     values = {name: value.strip("'") if "'" in value else float(value) for name, value in advised.items()}
-    assert ("max_matrix_sparsity" in values) == ("lower" not in more_left(config))
+    assert ("max_matrix_sparsity" in values) == ("lower" not in advice_where_emptied(config))
     assert cases.config(**options | values).bounds == (None if not values else (0, values["max_matrix_sparsity"]))
 
 

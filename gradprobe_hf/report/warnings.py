@@ -106,11 +106,11 @@ def _emptied(run: FinishedRun) -> str | None:
     sample = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
     return (
         f"{len(names)} of {len(run.rows)} matrices have no weight left ({sample}): by this calibration theirs cost "
-        f"nothing, or less than all others. {more_left(run.config)}"
+        f"nothing, or less than all others. {advice_where_emptied(run.config)}"
     )
 
 
-def more_left(config: GradProbeConfig) -> str:
+def advice_where_emptied(config: GradProbeConfig) -> str:
     """An option that this configuration may have, and that empties no matrix."""
     if config.group is not None or config.update_row.chooses_mask or config.decision_row.filters is not None:
         return "A lower sparsity leaves some in each."

@@ -45,7 +45,7 @@ _BELONGS: dict[str, tuple[str, Callable[[argparse.Namespace], bool]]] = {
     **{name: ("--tasks", lambda o: bool(o.tasks)) for name in ("include_path", "num_fewshot", "limit")},
 }
 
-# What a text may have done for a model.
+# How a text may have helped to make a model.
 _KNOWN_BY = {
     "calibrated": "what the model was calibrated on",
     "chosen": "what its sparsity was chosen by (max_metric_drop)",
@@ -212,7 +212,7 @@ def _beside(dense: _Loaded | None, is_another: bool) -> Original:
 
 
 def _warn_of_known_text(options: argparse.Namespace, batches: Batches) -> dict[str, float]:
-    """Say what of MODEL came of the text that is measured; what the text did -> about which share of it did that."""
+    """Warn where the text that is measured helped to make MODEL; how it did -> about which share of it."""
     from gradprobe_hf.checkpoint.origin import stored_report
     from gradprobe_hf.data.batches import SHARED, share_in_sketch
 
